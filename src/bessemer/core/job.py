@@ -1,0 +1,212 @@
+"""The job file: TOML in, one frozen `Job` out. Every field has a default that works on a laptop CPU.
+
+    job = load_job("job.toml", sets=["train.steps=50"])
+
+Spelling mistakes, wrong types and misplaced keys are all reported at once as a `ConfigError`; whether the values
+fit together is the business of each room's `problems.py`, which `bessemer check` runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from bessemer.core.layout import Layout
+from bessemer.core.model import Frozen
+
+__all__ = [
+    "Corpus",
+    "DataSection",
+    "Job",
+    "KeepSection",
+    "MachineSection",
+    "ModelSection",
+    "PrecisionSection",
+    "RunSection",
+    "TrainSection",
+]
+
+
+class RunSection(Frozen):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    dir: str = "runs"  # the run folder is dir/name
+    resume: str = "auto"  # "auto" | "never" | the path of a checkpoint folder (step-N)
+    tensorboard: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir) / self.name
+
+
+class ModelSection(Frozen):
+    """One of `preset`, `hf` or `family`; further keys are named as in Hugging Face's config.json.
+
+    With `family` they describe the model; with `preset` or `hf` they override (a layer cut, a smaller vocabulary).
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    preset: str | None = None
+    hf: str | None = None  # a folder with config.json
+    family: str | None = None
+    weights: str | None = None  # a Hugging Face folder to start from; else initialised
+
+    @property
+    def config_keys(self) -> dict[str, Any]:
+        """The keys named as in config.json, in the order of the file."""
+        return dict(self.model_extra or {})
+
+
+class Corpus(Frozen):
+    """A part of a mixture: exactly one of `corpus` or `paths`, and its weight."""
+
+    corpus: str | None = None
+    paths: tuple[str, ...] = ()
+    weight: float = Field(1.0, gt=0)
+
+
+class DataSection(Frozen):
+    corpus: str | None = None  # "python-stdlib"; the default when paths and mixture are absent too
+    paths: tuple[str, ...] = ()  # globs of .txt .md .py .jsonl .parquet, or Megatron prefixes (x.bin beside x.idx)
+    mixture: tuple[Corpus, ...] = ()
+    tokenizer: str = "bpe-4096"  # "bpe-N" | "bytes" | the path of a tokenizer.json
+    seq_len: int = Field(256, gt=0)
+    val_fraction: float = Field(0.02, ge=0, lt=1)  # of documents, chosen by hash
+    document_mask: bool = True  # a token attends only to its own document
+    text_key: str = "text"  # of .jsonl lines and .parquet columns
+    cache: str = "~/.cache/bessemer"  # tokenised shards and trained tokenizers
+    workers: int = Field(1, ge=0)  # threads that read ahead; 0: read in the step loop
+
+
+class TrainSection(Frozen):
+    steps: int = Field(100, gt=0)
+    global_batch: int = Field(16, gt=0)  # sequences a step
+    micro_batch: int = Field(8, gt=0)  # sequences a forward pass
+    batch_ramp: tuple[tuple[int, int], ...] = ()  # (until step, sequences a step before it), ascending
+    lr: float = Field(3e-3, gt=0)
+    lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)  # of lr, at the last step
+    warmup_steps: int = Field(10, ge=0)
+    decay_fraction: float | None = Field(None, gt=0, le=1)  # wsd: the last part of the run; default 0.2
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    muon_lr: float | None = Field(None, gt=0)  # of the hidden matrices; default 0.02
+    muon_momentum: float | None = Field(None, ge=0, lt=1)  # default 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    clip: float = Field(1.0, ge=0)  # global gradient norm; 0: no clipping
+    seed: int = Field(1234, ge=0)
+    eval_every: int = Field(0, ge=0)  # steps; 0: only at the end
+    eval_sequences: int = Field(64, gt=0)
+    recompute: Literal["none"] = "none"
+
+
+class PrecisionSection(Frozen):
+    recipe: str = "bf16"
+
+
+class KeepSection(Frozen):
+    every: int = Field(50, ge=0)  # steps between durable checkpoints; 0: only at the end
+    keep_last: int = Field(3, gt=0)
+    keep_every: int = Field(0, ge=0)  # checkpoints of steps divisible by this are never deleted; 0: none
+    mode: Literal["restart", "zero-interruption"] = "restart"
+    replicas: int | None = Field(None, gt=0)  # copies of the model; default: dp without sharding, else 1
+    min_replicas: int | None = Field(None, gt=0)
+    spares: int = Field(0, ge=0)
+    unit: int | None = Field(None, gt=0)  # samples whose gradient is taken together; default: see `Job.unit`
+    memory_every: int = Field(0, ge=0)
+
+
+class MachineSection(Frozen):
+    name: str = "cpu-local"  # or the path of a machine.toml
+    gpus: int | None = Field(None, gt=0)  # must equal the world size when given
+    gpus_per_node: int = Field(8, gt=0)
+
+
+class Job(Frozen):
+    """A whole training job. `hash` covers every field; `identity` only what decides the numbers of the run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    layout: Layout = Layout()
+    train: TrainSection = TrainSection()
+    precision: PrecisionSection = PrecisionSection()
+    keep: KeepSection = KeepSection()
+    machine: MachineSection = MachineSection()
+
+    @property
+    def replicas(self) -> int:
+        """Full copies of the model: the groups over which gradients are reduced last."""
+        if self.keep.replicas is not None:
+            return self.keep.replicas
+        return self.layout.dp if self.layout.dp_shard == "none" else 1
+
+    @property
+    def shard(self) -> int:
+        """Data-parallel ranks inside one copy of the model, over which its state is sharded."""
+        return self.layout.dp // self.replicas
+
+    @property
+    def unit(self) -> int:
+        """Samples of one unit: by default one micro-batch on each rank of the shard axis."""
+        return self.keep.unit or self.train.micro_batch * self.shard
+
+    def global_batch_at(self, step: int) -> int:
+        """Sequences of step `step` (from 0). A ramp entry (until, size) rules the steps before `until`."""
+        for until_step, size in self.train.batch_ramp:
+            if step < until_step:
+                return size
+        return self.train.global_batch
+
+    def samples_before(self, step: int) -> int:
+        """The cursor at the start of step `step`: samples that all earlier steps took."""
+        total, at = 0, 0
+        for until_step, size in self.train.batch_ramp:
+            total += size * (min(step, until_step) - at)
+            at = min(step, until_step)
+        return total + self.train.global_batch * (step - at)
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over the whole resolved job."""
+        return _digest(self.model_dump(mode="json"))
+
+    @property
+    def identity(self) -> str:
+        """16 hex digits over what decides the run's numbers: model, data, training, precision.
+
+        Layout, machine, run folder and checkpoint policy are left out, since the same run may go on under others;
+        so are the grouping into micro-batches and the reading threads, and where and how often it is evaluated.
+        """
+        return _digest(self.identity_fields())
+
+    def identity_fields(self) -> dict[str, Any]:
+        """The nested fields that `identity` covers, for telling two jobs apart by name."""
+        dump = self.model_dump(mode="json")
+        kept = {k: dump[k] for k in ("model", "data", "train", "precision")}
+        for section, key in (
+            ("data", "cache"),
+            ("data", "workers"),
+            ("train", "micro_batch"),
+            ("train", "eval_every"),
+            ("train", "eval_sequences"),
+            ("train", "recompute"),
+        ):
+            kept[section].pop(key)
+        return kept
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def section_names() -> Sequence[str]:
+    """The tables of a job file, in order."""
+    return tuple(Job.model_fields)

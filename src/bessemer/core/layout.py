@@ -1,0 +1,49 @@
+"""`Layout`: how a job is spread over ranks. World size = dp x cp x tp x pp; experts live inside it.
+
+`RUNNABLE` says which choices the trainer can run today; the planner models all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bessemer.core.model import Frozen
+
+__all__ = ["RUNNABLE", "Layout"]
+
+RUNNABLE: dict[str, frozenset[object]] = {
+    "tp": frozenset({1}),
+    "pp": frozenset({1}),
+    "cp": frozenset({1}),
+    "ep": frozenset({1}),
+    "etp": frozenset({1}),
+    "dp_shard": frozenset({"none", "optimizer", "gradient", "full"}),
+    "virtual_stages": frozenset({1}),
+    "schedule": frozenset({"1f1b"}),
+}
+"""Per field the values that `train` runs; a field that is absent here is unrestricted."""
+
+
+class Layout(Frozen):
+    """Parallel degrees and the choices that go with them. All degrees are at least 1.
+
+    dp_shard: what the data-parallel ranks share out: nothing (replicas), the optimizer state (ZeRO-1),
+    gradients too (ZeRO-2), or parameters as well (ZeRO-3, FSDP).
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp_shard: Literal["none", "optimizer", "gradient", "full"] = "none"
+    sequence_parallel: bool = False
+    cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] = ()  # layers of each stage in order; empty: as even as possible
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
