@@ -1,0 +1,86 @@
+"""Naming the first bad tensor when a loss or a gradient norm isn't finite; runs on all ranks, before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bessemer.core.errors import NonFinite
+from bessemer.parallel.data import DataParallel
+from bessemer.parallel.mesh import Mesh
+from bessemer.train.optim import local
+from bessemer.train.step import Batch, Contribution
+
+__all__ = ["stop_non_finite"]
+
+
+def stop_non_finite(mesh: Mesh, parallel: DataParallel, step: int, mine: Contribution) -> None:
+    """Raise `NonFinite` on every rank, naming the guilty rank and its first bad tensor. `step` counts from 0.
+
+    A bad parameter explains a bad activation, which explains a bad gradient; so the rank with the earliest cause
+    is named, the lowest one among equals.
+    """
+    severity, text = _diagnose(parallel, mine)
+    ranks = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
+    ranks[mesh.rank] = severity
+    found = mesh.sum_over_world(ranks).tolist()
+    guilty = found.index(max(found))
+    text = mesh.broadcast_text(text, guilty)
+    raise NonFinite(
+        f"{text}; nothing was updated",
+        fix="lower train.lr or raise train.warmup_steps; look at the samples of this step in metrics.jsonl; "
+        "the newest checkpoint is from before it",
+        rank=guilty,
+        step=step + 1,
+    )
+
+
+def _diagnose(parallel: DataParallel, mine: Contribution) -> tuple[int, str]:
+    """(severity, what is bad on this rank): 3 a parameter, 2 the forward pass, 1 a gradient, 0 nothing here."""
+    module = parallel.module
+    parameter = _first_bad((n, local(p.detach())) for n, p in module.named_parameters())
+    # every rank runs this, also a clean one: with sharded parameters a forward pass is collective
+    outputs = [bad for batch in mine.batches if (bad := _first_bad_output(module, batch))]
+    if parameter is not None:
+        return 3, f"parameter {parameter} is not finite"
+    if float(mine.weight_sum) == 0:
+        return 2, "no token of this rank's samples counts towards the loss"
+    if outputs:
+        return 2, f"the output of {outputs[0]} is not finite"
+    kept = parallel.local_gradients()
+    gradient = _first_bad((n, kept.get(p)) for n, p in module.named_parameters())
+    if gradient is not None:
+        return 1, f"the gradient of {gradient} is not finite"
+    summed = _first_bad((n, local(p.grad)) for n, p in module.named_parameters() if p.grad is not None)
+    return 0, f"the summed gradient of {summed} is not finite" if summed else "the summed loss is not finite"
+
+
+def _first_bad(named: object) -> str | None:
+    for name, tensor in named:  # type: ignore[attr-defined]
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            return str(name)
+    return None
+
+
+def _first_bad_output(module: nn.Module, batch: Batch) -> str | None:
+    """Run `batch` forward again and name the first submodule, in order of completion, with a non-finite output."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if not found and any(isinstance(t, torch.Tensor) and not bool(torch.isfinite(t).all()) for t in tensors):
+                found.append(name)
+
+        return hook
+
+    handles = [part.register_forward_hook(watch(name or "the loss")) for name, part in module.named_modules()]
+    try:
+        with torch.no_grad():
+            module(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None

@@ -1,0 +1,171 @@
+"""Optimisers: fused AdamW, and Muon for the hidden matrices with AdamW for the rest.
+
+Both act on the model's own parameters, which may pack several logical matrices (q, k, v) or be sharded; Muon
+orthogonalises each *logical* matrix whole, so that neither packing nor sharding changes the update.
+State tensors have the shape of their parameter and are saved under canonical names (`train/state.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from bessemer.core.job import TrainSection
+from bessemer.models.canonical import Piece, pieces
+
+__all__ = ["Muon", "Optimizer", "orthogonalise"]
+
+MUON_LR = 0.02
+MUON_MOMENTUM = 0.95
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+"""Coefficients of the quintic iteration, Jordan et al. 2024 (kellerjordan.github.io/posts/muon)."""
+
+
+def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
+    """The nearest semi-orthogonal matrix, roughly: five Newton-Schulz steps in float32. Shape [rows, columns]."""
+    x = matrix.float()
+    tall = x.size(0) > x.size(1)
+    if tall:
+        x = x.T
+    x = x / (x.norm() + 1e-7)
+    for a, b, c in NEWTON_SCHULZ:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, Nesterov, orthogonalised per logical matrix; decoupled weight decay.
+
+    `matrices` gives for each parameter the (first row, rows) of its logical matrices. The update of a matrix is
+    scaled by sqrt(max(1, rows / columns)), as in the reference above.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        matrices: dict[nn.Parameter, list[tuple[int, int]]],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._matrices = matrices
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                buffer = self.state[param]["momentum"]
+                buffer.mul_(group["momentum"]).add_(param.grad)
+                update = self._update(param, param.grad.add(buffer, alpha=group["momentum"]))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                local(param).add_(update, alpha=-group["lr"])
+
+    def _update(self, param: nn.Parameter, direction: torch.Tensor) -> torch.Tensor:
+        """The orthogonalised rows of `direction` that this rank holds."""
+        whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
+        result = torch.empty_like(whole)
+        for row, rows in self._matrices[param]:
+            scale = max(1.0, rows / whole.size(1)) ** 0.5
+            result[row : row + rows] = orthogonalise(whole[row : row + rows]) * scale
+        first, count = local_rows(param)
+        return result[first : first + count]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that this rank holds: itself unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(param: torch.Tensor) -> tuple[int, int]:
+    """(first row, rows) of the part of `param` that this rank holds."""
+    if not isinstance(param, DTensor):
+        return 0, param.size(0)
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return (offset[0], shape[0]) if shape and shape[0] else (0, 0)
+
+
+class Optimizer:
+    """The optimisers of a job as one: `step(lr_factor)`, and every state tensor with its parameter's name.
+
+    Weight decay is decoupled and spares norms and biases, that is, every parameter with less than two dimensions.
+    """
+
+    def __init__(self, module: nn.Module, train: TrainSection) -> None:
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        hidden = {n for n, p in named if train.optimizer == "muon" and n.startswith("blocks.") and p.ndim == 2}
+        decayed = [p for n, p in named if n not in hidden and p.ndim >= 2]
+        spared = [p for n, p in named if n not in hidden and p.ndim < 2]
+        self.params = dict(named)
+        groups = [
+            {"params": decayed, "weight_decay": train.weight_decay},
+            {"params": spared, "weight_decay": 0.0},
+        ]
+        adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=train.lr, betas=train.betas, eps=train.eps, fused=True
+        )
+        self._base_lr: list[tuple[torch.optim.Optimizer, float]] = [(adamw, train.lr)]
+        self._kinds: dict[str, tuple[torch.optim.Optimizer, tuple[str, ...]]] = {
+            n: (adamw, ("exp_avg", "exp_avg_sq")) for n, _ in named if n not in hidden
+        }
+        if hidden:
+            muon = self._muon(module, train, hidden)
+            self._base_lr.append((muon, train.muon_lr or MUON_LR))
+            self._kinds |= {n: (muon, ("momentum",)) for n in hidden}
+        for name, (optimizer, keys) in self._kinds.items():
+            state = optimizer.state[self.params[name]]
+            for key in keys:
+                state[key] = torch.zeros_like(self.params[name], memory_format=torch.preserve_format)
+        self.set_steps(0)
+
+    def _muon(self, module: nn.Module, train: TrainSection, hidden: set[str]) -> Muon:
+        matrices: dict[nn.Parameter, list[tuple[int, int]]] = {}
+        piece: Piece
+        for piece in pieces(module):
+            if piece.param in hidden:
+                matrices.setdefault(self.params[piece.param], []).append((piece.row, piece.rows))
+        return Muon(
+            [self.params[n] for n in sorted(hidden)],
+            matrices,
+            lr=train.muon_lr or MUON_LR,
+            momentum=train.muon_momentum if train.muon_momentum is not None else MUON_MOMENTUM,
+            weight_decay=train.weight_decay,
+        )
+
+    def set_steps(self, steps: int) -> None:
+        """Tell AdamW's bias correction how many updates its moments have seen."""
+        for name, (optimizer, keys) in self._kinds.items():
+            if "exp_avg" in keys:
+                optimizer.state[self.params[name]]["step"] = torch.tensor(float(steps))
+
+    def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """{state name: {parameter name: tensor of the parameter's shape and sharding}}."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for name, (optimizer, keys) in self._kinds.items():
+            for key in keys:
+                found.setdefault(key, {})[name] = optimizer.state[self.params[name]][key]
+        return found
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The local gradients in parameter order; a parameter without one is left out."""
+        return [local(p.grad) for p in self.params.values() if p.grad is not None]
+
+    def step(self, factor: float) -> None:
+        """One update with each base learning rate times `factor`; gradients are cleared after it."""
+        for optimizer, base in self._base_lr:
+            for group in optimizer.param_groups:
+                group["lr"] = base * factor
+            optimizer.step()
+        self.clear()
+
+    def clear(self) -> None:
+        for param in self.params.values():
+            param.grad = None

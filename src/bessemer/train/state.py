@@ -1,0 +1,53 @@
+"""The run's state as canonical slices: what the checkpoint room saves and fills.
+
+A parameter may pack several logical tensors and may be sharded by rows; each rank turns the rows it holds into
+slices of the logical tensors (`models/canonical.py`). Replicas hold the same rows, so each slice has one owner
+among them and all ranks write in parallel.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from bessemer.keep.slices import Slice
+from bessemer.models.canonical import pieces
+from bessemer.parallel.mesh import Mesh
+from bessemer.train.optim import Optimizer, local, local_rows
+
+__all__ = ["OPTIMIZER_PREFIX", "owned", "state_slices"]
+
+OPTIMIZER_PREFIX = "optim."
+
+
+def state_slices(module: nn.Module, optimizer: Optimizer | None) -> list[Slice]:
+    """Every slice of parameters and optimizer state that this rank holds; the tensors are views, not copies."""
+    params = dict(module.named_parameters())
+    groups = {"": params}
+    if optimizer is not None:
+        groups |= {f"{OPTIMIZER_PREFIX}{kind}/": named for kind, named in optimizer.state_tensors().items()}
+    slices: list[Slice] = []
+    for prefix, named in groups.items():
+        for piece in pieces(module):
+            tensor = named.get(piece.param)
+            if tensor is None:
+                continue
+            first, count = local_rows(params[piece.param])
+            start, stop = max(first, piece.row), min(first + count, piece.row + piece.rows)
+            if start >= stop:
+                continue
+            offset = (start - piece.row, *(0 for _ in piece.shape[1:]))
+            rows = local(tensor).detach()[start - first : stop - first]
+            slices.append(Slice(prefix + piece.name, tuple(piece.shape), offset, rows))
+    return slices
+
+
+def owned(slices: list[Slice], mesh: Mesh) -> list[Slice]:
+    """The slices that this rank writes: replicas share them out by size, largest first, the same way on each."""
+    loads = [0] * mesh.replicas
+    owner: dict[int, int] = {}
+    by_size = sorted(range(len(slices)), key=lambda i: (-slices[i].tensor.nbytes, slices[i].name))
+    for i in by_size:
+        least = loads.index(min(loads))
+        owner[i] = least
+        loads[least] += slices[i].tensor.nbytes
+    return [s for i, s in enumerate(slices) if owner[i] == mesh.replica_index]
