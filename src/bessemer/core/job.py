@@ -33,7 +33,7 @@ __all__ = [
 
 
 class RunSection(Frozen):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     dir: str = "runs"  # the run folder is dir/name
     resume: str = "auto"  # "auto" | "never" | the path of a checkpoint folder (step-N)
     tensorboard: bool = False
@@ -67,7 +67,7 @@ class Corpus(Frozen):
 
     corpus: str | None = None
     paths: tuple[str, ...] = ()
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
 
 
 class DataSection(Frozen):
@@ -75,34 +75,34 @@ class DataSection(Frozen):
     paths: tuple[str, ...] = ()  # globs of .txt .md .py .jsonl .parquet, or Megatron prefixes (x.bin beside x.idx)
     mixture: tuple[Corpus, ...] = ()
     tokenizer: str = "bpe-4096"  # "bpe-N" | "bytes" | the path of a tokenizer.json
-    seq_len: int = Field(256, gt=0)
-    val_fraction: float = Field(0.02, ge=0, lt=1)  # of documents, chosen by hash
+    seq_len: int = Field(default=256, gt=0)
+    val_fraction: float = Field(default=0.02, ge=0, lt=1)  # of documents, chosen by hash
     document_mask: bool = True  # a token attends only to its own document
     text_key: str = "text"  # of .jsonl lines and .parquet columns
     cache: str = "~/.cache/bessemer"  # tokenised shards and trained tokenizers
-    workers: int = Field(1, ge=0)  # threads that read ahead; 0: read in the step loop
+    workers: int = Field(default=1, ge=0)  # threads that read ahead; 0: read in the step loop
 
 
 class TrainSection(Frozen):
-    steps: int = Field(100, gt=0)
-    global_batch: int = Field(16, gt=0)  # sequences a step
-    micro_batch: int = Field(8, gt=0)  # sequences a forward pass
+    steps: int = Field(default=100, gt=0)
+    global_batch: int = Field(default=16, gt=0)  # sequences a step
+    micro_batch: int = Field(default=8, gt=0)  # sequences a forward pass
     batch_ramp: tuple[tuple[int, int], ...] = ()  # (until step, sequences a step before it), ascending
-    lr: float = Field(3e-3, gt=0)
+    lr: float = Field(default=3e-3, gt=0)
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)  # of lr, at the last step
-    warmup_steps: int = Field(10, ge=0)
-    decay_fraction: float | None = Field(None, gt=0, le=1)  # wsd: the last part of the run; default 0.2
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)  # of lr, at the last step
+    warmup_steps: int = Field(default=10, ge=0)
+    decay_fraction: float | None = Field(default=None, gt=0, le=1)  # wsd: the last part of the run; default 0.2
     optimizer: Literal["adamw", "muon"] = "adamw"
-    muon_lr: float | None = Field(None, gt=0)  # of the hidden matrices; default 0.02
-    muon_momentum: float | None = Field(None, ge=0, lt=1)  # default 0.95
+    muon_lr: float | None = Field(default=None, gt=0)  # of the hidden matrices; default 0.02
+    muon_momentum: float | None = Field(default=None, ge=0, lt=1)  # default 0.95
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    clip: float = Field(1.0, ge=0)  # global gradient norm; 0: no clipping
-    seed: int = Field(1234, ge=0)
-    eval_every: int = Field(0, ge=0)  # steps; 0: only at the end
-    eval_sequences: int = Field(64, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip: float = Field(default=1.0, ge=0)  # global gradient norm; 0: no clipping
+    seed: int = Field(default=1234, ge=0)
+    eval_every: int = Field(default=0, ge=0)  # steps; 0: only at the end
+    eval_sequences: int = Field(default=64, gt=0)
     recompute: Literal["none"] = "none"
 
 
@@ -111,21 +111,21 @@ class PrecisionSection(Frozen):
 
 
 class KeepSection(Frozen):
-    every: int = Field(50, ge=0)  # steps between durable checkpoints; 0: only at the end
-    keep_last: int = Field(3, gt=0)
-    keep_every: int = Field(0, ge=0)  # checkpoints of steps divisible by this are never deleted; 0: none
+    every: int = Field(default=50, ge=0)  # steps between durable checkpoints; 0: only at the end
+    keep_last: int = Field(default=3, gt=0)
+    keep_every: int = Field(default=0, ge=0)  # checkpoints of steps divisible by this are never deleted; 0: none
     mode: Literal["restart", "zero-interruption"] = "restart"
-    replicas: int | None = Field(None, gt=0)  # copies of the model; default: dp without sharding, else 1
-    min_replicas: int | None = Field(None, gt=0)
-    spares: int = Field(0, ge=0)
-    unit: int | None = Field(None, gt=0)  # samples whose gradient is taken together; default: see `Job.unit`
-    memory_every: int = Field(0, ge=0)
+    replicas: int | None = Field(default=None, gt=0)  # copies of the model; default: dp without sharding, else 1
+    min_replicas: int | None = Field(default=None, gt=0)
+    spares: int = Field(default=0, ge=0)
+    unit: int | None = Field(default=None, gt=0)  # samples whose gradient is taken together; default: see `Job.unit`
+    memory_every: int = Field(default=0, ge=0)
 
 
 class MachineSection(Frozen):
     name: str = "cpu-local"  # or the path of a machine.toml
-    gpus: int | None = Field(None, gt=0)  # must equal the world size when given
-    gpus_per_node: int = Field(8, gt=0)
+    gpus: int | None = Field(default=None, gt=0)  # must equal the world size when given
+    gpus_per_node: int = Field(default=8, gt=0)
 
 
 class Job(Frozen):

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from bessemer.core.model import Frozen
 
@@ -31,18 +33,19 @@ class Layout(Frozen):
     gradients too (ZeRO-2), or parameters as well (ZeRO-3, FSDP).
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
+    dp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
+    etp: int = Field(default=1, ge=1)
     dp_shard: Literal["none", "optimizer", "gradient", "full"] = "none"
     sequence_parallel: bool = False
     cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"
     schedule: str = "1f1b"
-    virtual_stages: int = 1
-    stage_layers: tuple[int, ...] = ()  # layers of each stage in order; empty: as even as possible
+    virtual_stages: int = Field(default=1, ge=1)
+    # layers of each stage in order; empty: as even as possible
+    stage_layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Problem", "divisors_near", "nearest", "render"]
+__all__ = ["Problem", "divisors_near", "nearest", "one_of", "render"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +48,9 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
 def divisors_near(number: int, limit: int | None = None, count: int = 6) -> list[int]:
     """The first divisors of `number` from 1 up (at most `limit`), for a fix that lists what would work."""
     return [d for d in range(1, min(number, limit or number) + 1) if number % d == 0][:count]
+
+
+def one_of(field: str, values: Sequence[object]) -> str:
+    """ "layout.tp = 1, 2 or 4": the fix that lists what would work."""
+    words = [str(v) for v in values]
+    return f"{field} = {' or '.join([', '.join(words[:-1]), words[-1]] if len(words) > 1 else words)}"
