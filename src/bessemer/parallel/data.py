@@ -8,7 +8,6 @@ per-token terms, normalised in one place, `train/step.py`.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Protocol
 
@@ -47,8 +46,8 @@ class DataParallel(Protocol):
     def before_backward(self, *, last: bool) -> None:
         """Say whether the backward pass that follows is the step's last one on this rank."""
 
-    def finish(self) -> float:
-        """Wait until each parameter's `.grad` is the sum over all ranks; returns the seconds waited."""
+    def finish(self) -> None:
+        """Wait until each parameter's `.grad` is the sum over all ranks."""
 
     def local_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """This rank's own part of the step's gradients, as far as it is still apart from the sum."""
@@ -101,8 +100,7 @@ class Replicated:
         torch._foreach_copy_(bucket.views, bucket.local)
         bucket.work = self._sum.start(bucket.flat)
 
-    def finish(self) -> float:
-        start = time.perf_counter()
+    def finish(self) -> None:
         for bucket in self._buckets:
             if bucket.pending:  # a parameter that took no part in this step's last backward pass
                 self._launch(bucket)
@@ -112,7 +110,6 @@ class Replicated:
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
-        return time.perf_counter() - start
 
     def local_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         if not self._buckets:
@@ -151,7 +148,6 @@ class Sharded:
         self._sum = replica_sum
         self._last = False
         self._partial: dict[int, torch.Tensor] = {}
-        self._waited = 0.0
         reshard = kind == "full"
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         shard_axis = mesh.axes["shard"]
@@ -190,13 +186,10 @@ class Sharded:
             scattered.add_(kept)
         work = self._sum.start(scattered)
         if work is not None:
-            start = time.perf_counter()
             work.wait()  # FSDP2 reads the result next; on a GPU this only orders streams
-            self._waited += time.perf_counter() - start
 
-    def finish(self) -> float:
-        waited, self._waited = self._waited, 0.0
-        return waited
+    def finish(self) -> None:
+        """Nothing is left to wait for: FSDP2 does so at the end of the backward pass."""
 
     def local_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         return {}  # already scattered: the sum holds every rank's part

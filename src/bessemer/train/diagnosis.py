@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -57,10 +57,10 @@ def _diagnose(parallel: DataParallel, mine: Contribution) -> tuple[int, str]:
     return 0, f"the summed gradient of {summed} is not finite" if summed else "the summed loss is not finite"
 
 
-def _first_bad(named: object) -> str | None:
-    for name, tensor in named:  # type: ignore[attr-defined]
+def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
+    for name, tensor in named:
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
-            return str(name)
+            return name
     return None
 
 

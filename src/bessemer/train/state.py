@@ -7,6 +7,9 @@ among them and all ranks write in parallel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import nn
 
 from bessemer.keep.slices import Slice
@@ -14,30 +17,34 @@ from bessemer.models.canonical import pieces
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.optim import Optimizer, local, local_rows
 
-__all__ = ["OPTIMIZER_PREFIX", "owned", "state_slices"]
+__all__ = ["OPTIMIZER_PREFIX", "owned", "slices_of", "state_slices"]
 
 OPTIMIZER_PREFIX = "optim."
 
 
 def state_slices(module: nn.Module, optimizer: Optimizer | None) -> list[Slice]:
     """Every slice of parameters and optimizer state that this rank holds; the tensors are views, not copies."""
+    slices = slices_of(module, dict(module.named_parameters()))
+    for kind, named in optimizer.state_tensors().items() if optimizer is not None else ():
+        slices += slices_of(module, named, f"{OPTIMIZER_PREFIX}{kind}/")
+    return slices
+
+
+def slices_of(module: nn.Module, named: Mapping[str, torch.Tensor], prefix: str = "") -> list[Slice]:
+    """`named` tensors, each of the shape and sharding of the parameter of that name, as canonical slices."""
     params = dict(module.named_parameters())
-    groups = {"": params}
-    if optimizer is not None:
-        groups |= {f"{OPTIMIZER_PREFIX}{kind}/": named for kind, named in optimizer.state_tensors().items()}
     slices: list[Slice] = []
-    for prefix, named in groups.items():
-        for piece in pieces(module):
-            tensor = named.get(piece.param)
-            if tensor is None:
-                continue
-            first, count = local_rows(params[piece.param])
-            start, stop = max(first, piece.row), min(first + count, piece.row + piece.rows)
-            if start >= stop:
-                continue
-            offset = (start - piece.row, *(0 for _ in piece.shape[1:]))
-            rows = local(tensor).detach()[start - first : stop - first]
-            slices.append(Slice(prefix + piece.name, tuple(piece.shape), offset, rows))
+    for piece in pieces(module):
+        tensor = named.get(piece.param)
+        if tensor is None:
+            continue
+        first, count = local_rows(params[piece.param])
+        start, stop = max(first, piece.row), min(first + count, piece.row + piece.rows)
+        if start >= stop:
+            continue
+        offset = (start - piece.row, *(0 for _ in piece.shape[1:]))
+        rows = local(tensor).detach()[start - first : stop - first]
+        slices.append(Slice(prefix + piece.name, tuple(piece.shape), offset, rows))
     return slices
 
 

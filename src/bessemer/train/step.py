@@ -22,13 +22,14 @@ from bessemer.core.job import Job
 from bessemer.data.cursor import deal, units_of_step
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
+from bessemer.runtime.phases import Phases
 from bessemer.train.optim import Optimizer
 from bessemer.train.schedule import lr_factor
 
 __all__ = ["Contribution", "Step", "StepResult", "rank_micro_batches"]
 
 Batch = dict[str, torch.Tensor]
-PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s", "other_s")
+PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
 
 
 def rank_micro_batches(job: Job, step: int, replica: int, shard_index: int) -> list[list[int]]:
@@ -48,7 +49,6 @@ class Contribution:
 
     loss_sum: torch.Tensor | float = 0.0
     weight_sum: torch.Tensor | float = 0.0
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     batches: list[Batch] = field(default_factory=list)  # for naming the first bad tensor
 
     def add(self, loss_sum: torch.Tensor, weight_sum: torch.Tensor) -> None:
@@ -63,6 +63,7 @@ class StepResult:
 
     step: int
     samples: tuple[int, int]
+    tokens: int  # of the whole batch, counted or not
     loss: float
     weight: float
     grad_norm: float
@@ -92,6 +93,7 @@ class Step:
         self.mesh = mesh
         self.parallel = parallel
         self.optimizer = optimizer
+        self.phases = Phases()
         self._on_bad = on_bad
 
     def run(self, step: int, batches: Iterator[Batch], count: int, *, stop: bool = False) -> StepResult:
@@ -103,63 +105,64 @@ class Step:
         mine = Contribution()
         for index in range(count):
             self._micro_batch(mine, batches, last=index == count - 1)
-        mine.phases["comm_s"] += self.parallel.finish()
+        with self.phases("comm_s"):
+            self.parallel.finish()
         return self._commit(step, mine, start, stop)
 
     def _micro_batch(self, mine: Contribution, batches: Iterator[Batch], *, last: bool) -> None:
-        t0 = time.perf_counter()
-        batch = next(batches)
-        t1 = time.perf_counter()
-        self.parallel.before_backward(last=last)
-        loss_sum, weight_sum = self.parallel.module(**batch)
-        mine.add(loss_sum, weight_sum)
-        mine.batches.append(batch)
-        t2 = time.perf_counter()
-        loss_sum.backward()
-        t3 = time.perf_counter()
-        for phase, seconds in (("data_s", t1 - t0), ("forward_s", t2 - t1), ("backward_s", t3 - t2)):
-            mine.phases[phase] += seconds
+        with self.phases("data_s"):
+            batch = next(batches)
+        with self.phases("forward_s"):
+            self.parallel.before_backward(last=last)
+            loss_sum, weight_sum = self.parallel.module(**batch)
+            mine.add(loss_sum, weight_sum)
+            mine.batches.append(batch)
+        with self.phases("backward_s"):
+            loss_sum.backward()
 
     def _commit(self, step: int, mine: Contribution, start: float, stop: bool) -> StepResult:
-        t0 = time.perf_counter()
-        sums = torch.tensor(
-            [float(mine.loss_sum), float(mine.weight_sum), float(stop), *mine.phases.values()],
-            dtype=torch.float64,
-            device=self.mesh.device,
-        )
-        loss_sum, weight, stops, *phase_sums = self.mesh.sum_over_world(sums).tolist()
-        t1 = time.perf_counter()
-        gradients = self.optimizer.gradients()
-        raw_norm = self._global_norm(gradients)
-        if not (weight > 0 and math.isfinite(loss_sum) and math.isfinite(raw_norm)):
-            self._on_bad(step, mine)
-        norm = raw_norm / weight
-        clip = self.job.train.clip
-        shrink = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        torch._foreach_mul_(gradients, shrink / weight)  # the one place where gradients are scaled
-        factor = lr_factor(self.job.train, step)
-        self.optimizer.step(factor)
-        t2 = time.perf_counter()
-        longest_wait = torch.tensor([mine.phases["comm_s"] + t1 - t0], dtype=torch.float64, device=self.mesh.device)
-        self.mesh.max_over_world(longest_wait)
-        end = time.perf_counter()
-        phases = {k: v / self.mesh.world_size for k, v in zip(PHASES, phase_sums, strict=True)}
-        phases["comm_s"] += t1 - t0
-        phases["optimizer_s"] = t2 - t1
-        phases["other_s"] = max(0.0, end - start - sum(phases.values()))
+        own = [float(mine.loss_sum), float(mine.weight_sum), float(stop)]
+        with self.phases("comm_s"):
+            sums = torch.tensor(own, dtype=torch.float64, device=self.mesh.device)
+            loss_sum, weight, stops = self.mesh.sum_over_world(sums).tolist()
+        with self.phases("optimizer_s"):
+            gradients = self.optimizer.gradients()
+            raw_norm = self._global_norm(gradients)
+            if not (weight > 0 and math.isfinite(loss_sum) and math.isfinite(raw_norm)):
+                self._on_bad(step, mine)
+            norm = raw_norm / weight
+            clip = self.job.train.clip
+            shrink = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+            torch._foreach_mul_(gradients, shrink / weight)  # the one place where gradients are scaled
+            factor = lr_factor(self.job.train, step)
+            self.optimizer.step(factor)
+        phases, longest_wait_s = self._phases_of_all()
+        step_s = time.perf_counter() - start
+        phases["other_s"] = max(0.0, step_s - sum(phases.values()))
         first = self.job.samples_before(step)
         return StepResult(
             step=step + 1,
             samples=(first, first + self.job.global_batch_at(step)),
+            tokens=self.job.global_batch_at(step) * self.job.data.seq_len,
             loss=loss_sum / weight,
             weight=weight,
             grad_norm=norm,
             lr=self.job.train.lr * factor,
-            step_s=end - start,
+            step_s=step_s,
             phases=phases,
-            longest_wait_s=float(longest_wait),
+            longest_wait_s=longest_wait_s,
             stop=stops > 0,
         )
+
+    def _phases_of_all(self) -> tuple[dict[str, float], float]:
+        """(seconds of each phase, mean over ranks; the longest that any rank waited for others)."""
+        taken = self.phases.take()
+        own = [taken.get(name, 0.0) for name in PHASES]
+        seconds = torch.tensor([own, own], dtype=torch.float64, device=self.mesh.device)
+        self.mesh.sum_over_world(seconds[0])
+        self.mesh.max_over_world(seconds[1])
+        mean = {k: float(v) / self.mesh.world_size for k, v in zip(PHASES, seconds[0], strict=True)}
+        return mean, float(seconds[1][PHASES.index("comm_s")])
 
     def _global_norm(self, gradients: Sequence[torch.Tensor]) -> float:
         """The 2-norm over all parameters and shards: squares summed in float64, so no grouping shows."""

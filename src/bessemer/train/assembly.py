@@ -1,0 +1,46 @@
+"""What a rank trains with: model, data parallelism, optimizer and step, put together from a job and a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from bessemer.core.job import Job
+from bessemer.core.model import ModelSpec
+from bessemer.models.build import build
+from bessemer.parallel.data import DataParallel, data_parallel
+from bessemer.parallel.mesh import Mesh
+from bessemer.train.diagnosis import stop_non_finite
+from bessemer.train.optim import Optimizer
+from bessemer.train.step import Step
+
+__all__ = ["COMPUTE_DTYPES", "Assembly", "assemble"]
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Per runnable recipe the type in which matrices are multiplied; parameters and sums stay float32."""
+
+
+@dataclass
+class Assembly:
+    """The parts of one rank. `module` is the model under data parallelism, with float32 master parameters."""
+
+    job: Job
+    spec: ModelSpec
+    mesh: Mesh
+    module: nn.Module
+    parallel: DataParallel
+    optimizer: Optimizer
+    step: Step
+
+
+def assemble(job: Job, spec: ModelSpec, mesh: Mesh) -> Assembly:
+    """Build the model of `job` from its seed, lay it over `mesh` and give it an optimizer with zero state."""
+    dtype = COMPUTE_DTYPES[job.precision.recipe]
+    module = build(spec, seed=job.train.seed, device=mesh.device, compute_dtype=dtype)
+    parallel = data_parallel(module, mesh, job.layout.dp_shard)
+    optimizer = Optimizer(module, job.train)
+    step = Step(job, mesh, parallel, optimizer, on_bad=partial(stop_non_finite, mesh, parallel))
+    return Assembly(job, spec, mesh, module, parallel, optimizer, step)

@@ -1,0 +1,193 @@
+"""The loop of a rank: steps, checkpoints, evaluations and records, until the job is done or somebody asks to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from bessemer.core.errors import Stopped
+from bessemer.core.job import Job
+from bessemer.data import Dataset, Reader
+from bessemer.keep.slices import Slice
+from bessemer.runtime.kernels import KernelSample
+from bessemer.train.assembly import Assembly
+from bessemer.train.evaluate import Evaluation, evaluate
+from bessemer.train.restore import checkpoint_meta, restore
+from bessemer.train.state import owned, state_slices
+from bessemer.train.step import Batch, StepResult, rank_micro_batches
+
+__all__ = ["Loop", "Reporter", "Saver"]
+
+KERNEL_SAMPLES_EVERY = 100
+"""Steps between two samples of kernel time; the first is the third step, when nothing is cold any more."""
+
+
+class Reporter(Protocol):
+    """Where records go: the agent's member in a run, a list in a test."""
+
+    @property
+    def stop_requested(self) -> bool: ...
+
+    def metric(self, record: dict[str, Any]) -> None: ...
+
+    def event(self, name: str, **fields: Any) -> None: ...
+
+    def phase(self, step: int, name: str) -> None: ...
+
+
+class Saver(Protocol):
+    """The vault's client: `save` returns the seconds that it kept the caller; failures of the background write are
+    raised by `poll` and `wait`."""
+
+    def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float: ...
+
+    def poll(self) -> list[dict[str, Any]]: ...
+
+    def wait(self, timeout_s: float = ...) -> list[dict[str, Any]]: ...
+
+
+@dataclass
+class Loop:
+    """Everything a rank needs to run its job; `run` returns when the last step is committed and durable."""
+
+    parts: Assembly
+    train_data: Dataset
+    val_data: Dataset | None
+    reporter: Reporter
+    saver: Saver
+    run_folder: Path
+
+    @property
+    def job(self) -> Job:
+        return self.parts.job
+
+    def run(self) -> None:
+        """Go on from the newest state to the job's last step. Raises `Stopped` after a requested stop was saved."""
+        restored = restore(self.parts, self.run_folder, self.train_data.fingerprint)
+        self._event("loaded", step=restored.step, path=restored.path, why=restored.why)
+        saved = restored.step if restored.path is not None else -1
+        step, steps = restored.step, self.job.train.steps
+        batches = self._batches(step)
+        stopped = False
+        try:
+            while step < steps and not stopped:
+                result = self._step(step, batches)
+                step, stopped = result.step, result.stop
+                evaluation = self._evaluate_if_due(step)
+                self._record(result, evaluation)
+                if step == steps or stopped or (self.job.keep.every and step % self.job.keep.every == 0):
+                    self._save(step)
+                    saved = step
+                self._note_saved(self.saver.poll())
+        finally:
+            batches.close()
+        if saved != step:
+            self._save(step)
+        self.reporter.phase(step, "waiting for the last checkpoint")
+        self._note_saved(self.saver.wait())
+        if stopped and step < steps:
+            self._event("stopped", step=step)
+            raise Stopped(f"stopped on request after step {step} of {steps}; it is saved", step=step)
+        self._event("finished", step=step)
+
+    def _batches(self, first_step: int) -> Iterator[Batch]:
+        """This rank's micro-batches from `first_step` on, read ahead in threads."""
+        mesh = self.parts.mesh
+        wanted = (
+            ids
+            for step in range(first_step, self.job.train.steps)
+            for ids in rank_micro_batches(self.job, step, mesh.replica_index, mesh.shard_index)
+        )
+        with Reader(self.train_data, wanted, self.job.data.workers) as reader:
+            for batch in reader:
+                yield as_tensors(batch, mesh.device)
+
+    def _step(self, step: int, batches: Iterator[Batch]) -> StepResult:
+        mesh = self.parts.mesh
+        self.reporter.phase(step + 1, "training")
+        count = len(rank_micro_batches(self.job, step, mesh.replica_index, mesh.shard_index))
+        stop = self.reporter.stop_requested
+        if step % KERNEL_SAMPLES_EVERY != 2:
+            return self.parts.step.run(step, batches, count, stop=stop)
+        with KernelSample(mesh.device) as sample:
+            result = self.parts.step.run(step, batches, count, stop=stop)
+        self._record_kernels(sample, result)
+        return result
+
+    def _record_kernels(self, sample: KernelSample, result: StepResult) -> None:
+        """One event with the FLOPs of all ranks by path, and the mean seconds in kernels of a rank."""
+        mesh = self.parts.mesh
+        paths = ("bf16", "fp16", "fp32", "fp64")
+        own = [float(sample.flops.get(p, 0)) for p in paths] + [sample.kernel_s]
+        sums = mesh.sum_over_world(torch.tensor(own, dtype=torch.float64, device=mesh.device)).tolist()
+        flops = {p: f for p, f in zip(paths, sums[:-1], strict=True) if f}
+        self._event(
+            "kernels", step=result.step, flops=flops, kernel_s=sums[-1] / mesh.world_size, step_s=result.step_s
+        )
+
+    def _evaluate_if_due(self, step: int) -> Evaluation | None:
+        every, last = self.job.train.eval_every, step == self.job.train.steps
+        if self.val_data is None or not (last or (every and step % every == 0)):
+            return None
+        self.reporter.phase(step, "evaluating")
+        start = time.perf_counter()
+        found = evaluate(
+            self.parts.module,
+            self.val_data,
+            self.parts.mesh,
+            sequences=self.job.train.eval_sequences,
+            micro_batch=self.job.train.micro_batch,
+        )
+        self._event(
+            "eval",
+            step=step,
+            loss=found.loss,
+            perplexity=found.perplexity,
+            bits_per_byte=found.bits_per_byte,
+            tokens=found.tokens,
+            seconds=time.perf_counter() - start,
+        )
+        return found
+
+    def _record(self, result: StepResult, evaluation: Evaluation | None) -> None:
+        if self.parts.mesh.rank != 0:
+            return
+        record: dict[str, Any] = {
+            "step": result.step,
+            "samples": list(result.samples),
+            "loss": result.loss,
+            "weight": result.weight,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "step_s": result.step_s,
+            "tokens_per_s": result.tokens / result.step_s,
+            "phases": result.phases,
+            "longest_wait_s": result.longest_wait_s,
+            "t": time.time(),
+        }
+        if evaluation is not None:
+            record |= {
+                "val_loss": evaluation.loss,
+                "val_bits_per_byte": evaluation.bits_per_byte,
+                "perplexity": evaluation.perplexity,
+            }
+        self.reporter.metric(record)
+
+    def _save(self, step: int) -> None:
+        self.reporter.phase(step, "saving")
+        slices = owned(state_slices(self.parts.module, self.parts.optimizer), self.parts.mesh)
+        stall_s = self.saver.save(step, slices, checkpoint_meta(self.job, step, self.train_data.fingerprint))
+        self._event("save", step=step, stall_s=stall_s)
+
+    def _note_saved(self, finished: list[dict[str, Any]]) -> None:
+        for record in finished:
+            self._event("saved", **record)
+
+    def _event(self, name: str, **fields: Any) -> None:
+        if self.parts.mesh.rank == 0:
+            self.reporter.event(name, **fields)

@@ -1,0 +1,122 @@
+"""Contradictions in batches, schedule and optimiser. No torch: `bessemer check` runs them before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bessemer.core.job import Job, TrainSection
+from bessemer.core.machine import Machine
+from bessemer.core.model import ModelSpec
+from bessemer.core.problem import Problem, one_of
+
+__all__ = ["problems"]
+
+
+def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
+    """All contradictions of the [train] table with itself and with the data-parallel layout."""
+    del spec, machine
+    return [*_batches(job), *_ramp(job.train), *_schedule(job.train), *_optimizer(job.train), *_evaluation(job)]
+
+
+def _problem(code: str, where: str, what: str, *, why: str, fix: str) -> Problem:
+    return Problem(code=code, where=f"train.{where}", what=what, why=why, fix=fix)
+
+
+def _batches(job: Job) -> Iterator[Problem]:
+    """Each step's batch is a whole number of units, at least one for each replica.
+
+    Silent where keep's own checks already found the unit or the replicas impossible: what follows is noise.
+    """
+    if job.layout.dp % job.replicas or job.unit % (job.train.micro_batch * job.shard):
+        return
+    unit, replicas = job.unit, job.replicas
+    if job.keep.unit is not None:
+        formula = f"keep.unit {unit}"
+    else:
+        formula = f"micro_batch {job.train.micro_batch}" + (f" x dp {job.shard}" if job.shard > 1 else "")
+    sizes = [("global_batch", job.train.global_batch)]
+    sizes += [(f"batch_ramp[{i}][1]", size) for i, (_, size) in enumerate(job.train.batch_ramp)]
+    for where, size in sizes:
+        if size <= 0:
+            continue  # reported by the ramp's own check
+        least = unit * replicas
+        near = sorted({max(least, size // unit * unit), max(least, -(-size // unit) * unit)})
+        fix = one_of(f"train.{where}", near)
+        if size % unit:
+            what = f"{where} = {size} is not {formula} x a whole number"
+            why = "a step takes whole units, and no sample may be dropped or repeated"
+            yield _problem("batch-split", where, what, why=why, fix=fix)
+        elif size < least:
+            what = f"{where} = {size} is {size // unit} unit{'s' if size > unit else ''} of {unit}, fewer than the"
+            why = "each replica needs at least one unit a step, else it stands idle"
+            smaller = size // replicas
+            if job.keep.unit is None and smaller and smaller % job.shard == 0:
+                fix += f", or train.micro_batch = {smaller // job.shard}"
+            yield _problem("batch-units", where, f"{what} {replicas} replicas", why=why, fix=fix)
+
+
+def _ramp(train: TrainSection) -> Iterator[Problem]:
+    before = 0
+    for i, (until, size) in enumerate(train.batch_ramp):
+        where = f"batch_ramp[{i}]"
+        if until <= before:
+            what = f"{where} ends at step {until}, not after step {before} where it begins"
+            yield _problem("batch-ramp", where, what, why="entries are [until step, sequences a step], ascending",
+                           fix=f"an end above {before}, or delete the entry")  # fmt: skip
+        if until >= train.steps:
+            what = f"{where} ends at step {until}, the run at step {train.steps}"
+            why = f"global_batch = {train.global_batch} would never be reached"
+            fix = f"an end below {train.steps}, or train.steps = {until + 1} or more"
+            yield _problem("batch-ramp", where, what, why=why, fix=fix)
+        if size <= 0:
+            what = f"{where} asks for {size} sequences a step"
+            yield _problem("batch-ramp", where, what, why="a step takes at least one sequence", fix="1 or more")
+        before = max(before, until)
+
+
+def _schedule(train: TrainSection) -> Iterator[Problem]:
+    default = TrainSection()
+    if train.warmup_steps > train.steps and train.warmup_steps != default.warmup_steps:
+        what = f"warmup_steps = {train.warmup_steps} is longer than the run of {train.steps} steps"
+        fix = f"train.warmup_steps = {train.steps // 10}, or train.steps = {train.warmup_steps * 10}"
+        yield _problem("warmup-steps", "warmup_steps", what, why="lr would never be reached", fix=fix)
+    if train.lr_schedule == "constant" and train.min_lr_ratio != default.min_lr_ratio:
+        yield _ignored(train, "min_lr_ratio", 'lr_schedule = "constant"', 'train.lr_schedule = "cosine"')
+    if train.decay_fraction is not None and train.lr_schedule != "wsd":
+        yield _ignored(train, "decay_fraction", f'lr_schedule = "{train.lr_schedule}"', 'train.lr_schedule = "wsd"')
+    elif train.decay_fraction is not None and train.warmup_steps <= train.steps:
+        decay = round(train.decay_fraction * train.steps)
+        if train.warmup_steps + decay > train.steps:
+            what = f"warm-up ({train.warmup_steps} steps) and decay ({decay}) overlap in a run of {train.steps} steps"
+            most = (train.steps - train.warmup_steps) / train.steps
+            fix = f"train.decay_fraction = {int(most * 100) / 100} or less" if most >= 0.01 else "a shorter warm-up"
+            yield _problem("decay-overlap", "decay_fraction", what, why="wsd warms up, holds, then decays", fix=fix)
+
+
+def _ignored(train: TrainSection, name: str, mode: str, other: str) -> Problem:
+    what = f"{name} = {getattr(train, name)} has no effect with {mode}"
+    return _problem("ignored-setting", name, what, why=f"{mode} does not read it", fix=f"delete it, or {other}")
+
+
+def _optimizer(train: TrainSection) -> Iterator[Problem]:
+    if train.optimizer != "muon":
+        for name in ("muon_lr", "muon_momentum"):
+            if getattr(train, name) is not None:
+                yield _ignored(train, name, f'optimizer = "{train.optimizer}"', 'train.optimizer = "muon"')
+    for i, beta in enumerate(train.betas):
+        if not 0 < beta < 1:
+            what = f"betas[{i}] = {beta} is not between 0 and 1"
+            why = "it is the share of the running average that a step keeps"
+            yield _problem("betas", f"betas[{i}]", what, why=why, fix="train.betas = [0.9, 0.95] is the default")
+
+
+def _evaluation(job: Job) -> Iterator[Problem]:
+    train, default = job.train, TrainSection()
+    if train.eval_every > train.steps:
+        what = f"eval_every = {train.eval_every} is longer than the run of {train.steps} steps"
+        fix = f"train.eval_every = {max(1, train.steps // 4)}, or 0: only at the end"
+        yield _problem("eval-every", "eval_every", what, why="it would never come to an evaluation", fix=fix)
+    if job.data.val_fraction == 0:
+        for name in ("eval_every", "eval_sequences"):
+            if getattr(train, name) != getattr(default, name):
+                yield _ignored(train, name, "data.val_fraction = 0", "data.val_fraction = 0.02")

@@ -1,0 +1,98 @@
+"""Where a run goes on from: the newest checkpoint that verifies, a named one, published weights, or the seed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bessemer.core.errors import CheckpointError
+from bessemer.core.job import Job
+from bessemer.keep.checkpoint import Checkpoint, CheckpointFolder
+from bessemer.models.hf import import_hf
+from bessemer.train.assembly import Assembly
+from bessemer.train.state import state_slices
+
+__all__ = ["Restored", "checkpoint_meta", "restore"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """`step` committed steps are in the state; `why` is the run's first log line, `path` None at a fresh start."""
+
+    step: int
+    path: str | None
+    why: str
+
+
+def checkpoint_meta(job: Job, step: int, data_fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint says of itself beside its tensors: one committed unit with them."""
+    return {
+        "step": step,
+        "cursor": job.samples_before(step),
+        "seed": job.train.seed,
+        "job_hash": job.hash,
+        "identity": job.identity,
+        "job": job.model_dump(mode="json"),
+        "data_fingerprint": data_fingerprint,
+        "world_size": job.layout.world_size,
+        "torch": torch.__version__,
+    }
+
+
+def restore(parts: Assembly, run_folder: Path, data_fingerprint: str) -> Restored:
+    """Fill the state of `parts` on every rank from where `run.resume` says; rank 0 chooses for all.
+
+    CheckpointError: a named checkpoint that is missing or damaged, checkpoints of which none verifies, another data
+    set or seed than the one that the cursor was counted in.
+    """
+    job, mesh = parts.job, parts.mesh
+    choice = _choose(job, run_folder) if mesh.rank == 0 else {}
+    choice = json.loads(mesh.broadcast_text(json.dumps(choice)))
+    if choice["path"] is None:
+        if job.model.weights is not None:
+            import_hf(parts.module, Path(job.model.weights))
+            return Restored(0, job.model.weights, f"weights from {job.model.weights}, step 0")
+        return Restored(0, None, choice["why"])
+    checkpoint = Checkpoint.open(Path(choice["path"]))
+    _check_meta(checkpoint.meta, job, data_fingerprint, choice["path"])
+    checkpoint.read_into(state_slices(parts.module, parts.optimizer))
+    step = int(checkpoint.meta["step"])
+    parts.optimizer.set_steps(step)
+    return Restored(step, choice["path"], choice["why"])
+
+
+def _choose(job: Job, run_folder: Path) -> dict[str, str | None]:
+    if job.run.resume not in ("auto", "never"):
+        named = Path(job.run.resume)
+        return {"path": str(named), "why": f"{named}, named by run.resume"}
+    if job.run.resume == "never":
+        return {"path": None, "why": 'a fresh start (run.resume = "never")'}
+    found, refused = CheckpointFolder(run_folder / "checkpoints").newest_verified()
+    passed_over = "".join(f"; {r} was refused" for r in refused)
+    if found is None:
+        return {"path": None, "why": f"a fresh start (no checkpoint in {run_folder}){passed_over}"}
+    return {"path": str(found.path), "why": f"{found.path}, the newest that verifies{passed_over}"}
+
+
+def _check_meta(meta: dict[str, Any], job: Job, data_fingerprint: str, path: str) -> None:
+    """A cursor means something only in the data and the order it was counted in."""
+    if meta["data_fingerprint"] != data_fingerprint:
+        raise CheckpointError(
+            f"{path} was trained on other data (fingerprint {meta['data_fingerprint']}, now {data_fingerprint}): "
+            "its cursor would point at other samples",
+            code="other-data",
+            fix="restore the corpus and the [data] fields, or start a new run from its weights: "
+            "bessemer export, then model.weights = FOLDER",
+        )
+    cursor, expected = int(meta["cursor"]), job.samples_before(int(meta["step"]))
+    if cursor != expected:
+        raise CheckpointError(
+            f"{path} stands at sample {cursor} after {meta['step']} steps; this job's batch sizes would put it at "
+            f"{expected}",
+            code="other-cursor",
+            fix="give train.global_batch and train.batch_ramp the values of the checkpoint's job",
+        )

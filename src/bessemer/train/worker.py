@@ -1,0 +1,96 @@
+"""A rank of a run: `python -m bessemer.train.worker`, started by the agent, or by another launcher through
+`bessemer train JOB`. It is only the step loop, so that anything may kill it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bessemer.core.hf_config import resolve_model
+from bessemer.core.job import Job
+from bessemer.core.job_file import load_job
+from bessemer.core.machine import Machine, load_machine
+from bessemer.data import open_dataset, prepare
+from bessemer.keep.join import rendezvous
+from bessemer.keep.member import Member
+from bessemer.keep.vault_client import VaultClient
+from bessemer.parallel.mesh import Mesh, build_mesh
+from bessemer.runtime.device import pick_device
+from bessemer.runtime.peaks import declared_peaks, ensure_peaks
+from bessemer.train.assembly import assemble
+from bessemer.train.loop import Loop
+
+__all__ = ["join", "main", "run_rank"]
+
+
+def main() -> int:
+    """The rank that the agent's environment describes; returns the exit code."""
+    member = Member.from_environment()
+    assert member.run_folder is not None, "the agent names the run folder"
+    return _guarded(load_job(member.run_folder / "job.toml"), member)
+
+
+def join(job: Job) -> int:
+    """Take part in `job` as the rank that a launcher's variables describe (torchrun, Slurm, MPI)."""
+    return _guarded(job, Member.from_environment(job))
+
+
+def _guarded(job: Job, member: Member) -> int:
+    """Run the rank; whatever goes wrong is reported to the agent before the process ends."""
+    try:
+        run_rank(job, member)
+    except BaseException as error:
+        return member.failed(error)
+    member.close()
+    return 0
+
+
+def run_rank(job: Job, member: Member) -> None:
+    """Set the rank up and train. A process group that may be stuck is left to the process's end."""
+    machine = load_machine(job.machine.name)
+    device = pick_device(machine.device, member.local_rank)
+    if "OMP_NUM_THREADS" not in os.environ:
+        device.set_threads(max(1, (os.cpu_count() or 1) // member.local_world_size))
+    member.phase(0, "connecting the ranks")
+    if job.layout.world_size > 1:
+        dist.init_process_group(
+            device.backend, rank=member.rank, world_size=member.world_size, **rendezvous(member)
+        )
+    mesh = build_mesh(job, member.rank, device.torch_device)
+    member.phase(0, "opening the data")
+    prepare(job)
+    _note_machine(job, machine, mesh, member)
+    member.phase(0, "building the model")
+    parts = assemble(job, resolve_model(job.model), mesh)
+    assert member.run_folder is not None and member.vault is not None, "a rank of a run has both"
+    with VaultClient(member.vault, rank=member.rank, world_size=member.world_size) as saver:
+        loop = Loop(
+            parts=parts,
+            train_data=open_dataset(job, "train"),
+            val_data=open_dataset(job, "val") if job.data.val_fraction > 0 else None,
+            reporter=member,
+            saver=saver,
+            run_folder=Path(member.run_folder),
+        )
+        if mesh.rank == 0:
+            member.event("ready")
+        loop.run()
+
+
+def _note_machine(job: Job, machine: Machine, mesh: Mesh, member: Member) -> None:
+    """Rank 0 measures this computer once, while the others stand still, and notes the peak of all devices."""
+    if mesh.rank == 0:
+        machine = ensure_peaks(machine, cache=job.data.cache)
+        hosts = max(1, mesh.world_size // member.local_world_size)
+        peaks = declared_peaks(machine, devices=mesh.world_size, hosts=hosts)
+        kind = machine.origin.kind
+        member.event("machine", name=machine.name, peak_flops=peaks, kind=kind, source=machine.origin.source)
+    mesh.sum_over_world(torch.zeros(1, device=mesh.device))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

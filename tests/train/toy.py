@@ -1,0 +1,73 @@
+"""A small job and an in-memory data set for tests of the step: packed documents, unequal numbers of counted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from bessemer.core.hf_config import resolve_model
+from bessemer.core.job import Job
+from bessemer.parallel.mesh import build_mesh
+from bessemer.train.assembly import Assembly, assemble
+from bessemer.train.step import Batch, StepResult, rank_micro_batches
+
+VOCAB, SEQ = 97, 32
+MODEL = {
+    "family": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def toy_job(**sections: dict[str, Any]) -> Job:
+    """A job of the toy model in fp32; sections update the defaults."""
+    base: dict[str, dict[str, Any]] = {
+        "model": dict(MODEL),
+        "data": {"seq_len": SEQ},
+        "train": {"steps": 6, "global_batch": 8, "micro_batch": 2, "warmup_steps": 2, "lr": 0.01},
+        "precision": {"recipe": "fp32"},
+    }
+    for name, fields in sections.items():
+        base[name] = base.get(name, {}) | fields
+    return Job.model_validate(base)
+
+
+def toy_batch(ids: list[int]) -> Batch:
+    """The samples `ids`: content depends on the id alone; two documents a sample and a varying share of weights 0."""
+    tokens, labels, weights, segments = [], [], [], []
+    for sample in ids:
+        rng = np.random.default_rng(sample)
+        stream = rng.integers(0, VOCAB, SEQ + 1)
+        cut = int(rng.integers(4, SEQ - 4))
+        tokens.append(stream[:-1])
+        labels.append(stream[1:])
+        weights.append((rng.random(SEQ) < 0.3 + 0.6 * (sample % 3) / 2).astype(np.float32))
+        segments.append((np.arange(SEQ) >= cut).astype(np.int32))
+    return {
+        "tokens_BS": torch.from_numpy(np.stack(tokens)),
+        "labels_BS": torch.from_numpy(np.stack(labels)),
+        "weights_BS": torch.from_numpy(np.stack(weights)),
+        "segments_BS": torch.from_numpy(np.stack(segments)),
+    }
+
+
+def toy_parts(job: Job, rank: int = 0) -> Assembly:
+    mesh = build_mesh(job, rank, torch.device("cpu"))
+    return assemble(job, resolve_model(job.model), mesh)
+
+
+def run_steps(parts: Assembly, first: int, stop: int) -> Iterator[StepResult]:
+    """Run the steps [first, stop) of a rank on toy data."""
+    mesh, job = parts.mesh, parts.job
+    for step in range(first, stop):
+        lists = rank_micro_batches(job, step, mesh.replica_index, mesh.shard_index)
+        yield parts.step.run(step, iter([toy_batch(ids) for ids in lists]), len(lists))
