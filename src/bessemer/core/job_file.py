@@ -334,10 +334,12 @@ def _validate(sections: dict[str, dict[str, Any]], notes: _Notes) -> Job:
 
 def _tuples(value: Any) -> Any:
     """Lists as tuples, all the way down, as the frozen sections hold them."""
+    if isinstance(value, dict):
+        return {key: _tuples(v) for key, v in value.items()}
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
 def _not_finite(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(_not_finite(v) for v in value)
+    if isinstance(value, list | dict):
+        return any(_not_finite(v) for v in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, float) and not math.isfinite(value)

@@ -82,7 +82,7 @@ def _toml_lines(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
 
 def _key(key: str) -> str:
     bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
-    return key if bare else json.dumps(key, ensure_ascii=False)
+    return key if bare else toml_value(key)
 
 
 def _three(value: float) -> str:

@@ -1,0 +1,197 @@
+"""Contradictions between the layout and the model. No torch: `bessemer check` runs them before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from bessemer.core.job import Job
+from bessemer.core.layout import RUNNABLE, Layout
+from bessemer.core.machine import Machine
+from bessemer.core.model import ModelSpec
+from bessemer.core.problem import Problem, nearest, one_of
+
+__all__ = ["SCHEDULES", "problems"]
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zbv", "dualpipe", "dualpipev")
+"""Pipeline schedules that the planner knows; `RUNNABLE` says which of them train."""
+
+
+def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
+    """All contradictions of the layout; those with the model only where `spec` could be read."""
+    del machine
+    layout = job.layout
+    found = [*_ignored(layout), *_sequence(job), *_schedule(layout), *_not_runnable(layout)]
+    if spec is not None:
+        found += [*_tensor(layout, spec), *_pipeline(layout, spec), *_ulysses(layout, spec), *_experts(layout, spec)]
+    return found
+
+
+def _problem(code: str, where: str, what: str, *, why: str, fix: str) -> Problem:
+    return Problem(code=code, where=f"layout.{where}", what=what, why=why, fix=fix)
+
+
+def _degrees(fits: Callable[[int], bool], near: int, count: int = 5) -> list[int]:
+    """The degrees that fit and lie nearest to `near`, ascending. 1 always fits."""
+    candidates = [d for d in range(1, 4 * near + 1) if fits(d)]
+    return sorted(sorted(candidates, key=lambda d: (abs(d - near), d))[:count])
+
+
+def _ignored(layout: Layout) -> Iterator[Problem]:
+    """Settings that have no effect in this layout. A value that equals the default is no setting."""
+    default = Layout()
+    staged = (("schedule", "orders"), ("virtual_stages", "splits"), ("stage_layers", "fills"))
+    cases = [
+        *((name, layout.pp, "pp", 1, f"it {verb} the stages of a pipeline") for name, verb in staged),
+        ("cp_kind", layout.cp, "cp", 1, "it says how the ranks of one sequence exchange keys and values"),
+        ("sequence_parallel", layout.tp, "tp", 1, "it shares out the activations that tensor parallelism replicates"),
+    ]
+    for name, degree, axis, idle, why in cases:
+        value = getattr(layout, name)
+        if degree == idle and value != getattr(default, name):
+            shown = _shown(value)
+            what = f"{name} = {shown} has no effect with {axis} = 1"
+            yield _problem("ignored-setting", name, what, why=why, fix=f"delete it, or layout.{axis} = 2 or more")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return str(list(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _not_runnable(layout: Layout) -> Iterator[Problem]:
+    for name, allowed in RUNNABLE.items():
+        value = getattr(layout, name)
+        if value in allowed or (name == "schedule" and value not in SCHEDULES):
+            continue
+        what = f"{name} = {_shown(value)} can be planned but not trained yet"
+        fix = one_of(f"layout.{name}", [_shown(v) for v in sorted(allowed, key=str)])
+        why = "the trainer has no code for it, and would train something else than was asked for"
+        yield _problem("not-runnable", name, what, why=why, fix=fix)
+
+
+def _schedule(layout: Layout) -> Iterator[Problem]:
+    if layout.schedule in SCHEDULES:
+        return
+    near = nearest(layout.schedule, SCHEDULES, count=1)
+    fix = f'layout.schedule = "{near[0]}"' if near else one_of("layout.schedule", [f'"{s}"' for s in SCHEDULES])
+    why = "schedules: " + ", ".join(SCHEDULES)
+    yield _problem("schedule-unknown", "schedule", f'schedule = "{layout.schedule}" is not known', why=why, fix=fix)
+
+
+def _sequence(job: Job) -> Iterator[Problem]:
+    layout, seq_len = job.layout, job.data.seq_len
+    chunks = layout.cp if layout.cp_kind == "ulysses" else 2 * layout.cp
+    if layout.cp > 1 and seq_len % chunks:
+        near = _multiples_near(seq_len, chunks)
+        halves = "" if layout.cp_kind == "ulysses" else " x 2 (each rank takes an early and a late piece)"
+        what = f"cp = {layout.cp} cannot cut a sequence of {seq_len} tokens into {chunks} equal pieces"
+        why = f"pieces: cp = {layout.cp}{halves}"
+        yield _problem("cp-sequence", "cp", what, why=why, fix=one_of("data.seq_len", near))
+    ranks = layout.cp * layout.tp
+    if layout.sequence_parallel and layout.tp > 1 and seq_len % ranks:
+        what = f"{seq_len} tokens are not a multiple of cp {layout.cp} x tp {layout.tp} = {ranks}"
+        why = "sequence parallelism gives each tensor-parallel rank an equal piece of the sequence"
+        fix = one_of("data.seq_len", _multiples_near(seq_len, ranks)) + ", or layout.sequence_parallel = false"
+        yield _problem("sp-sequence", "sequence_parallel", what, why=why, fix=fix)
+
+
+def _multiples_near(number: int, unit: int) -> list[int]:
+    below = number // unit * unit
+    return [m for m in (below, below + unit) if m > 0]
+
+
+def _tensor(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
+    tp, heads, kv = layout.tp, spec.num_heads, spec.num_kv_heads
+
+    def heads_fit(degree: int) -> bool:
+        return heads % degree == 0 and (kv % degree == 0 or degree % kv == 0)
+
+    fix = one_of("layout.tp", _degrees(heads_fit, tp))
+    if heads % tp:
+        why = "attention is cut between heads, so each rank needs a whole number of them"
+        yield _problem("tp-heads", "tp", f"tp = {tp} cannot share {heads} attention heads", why=why, fix=fix)
+    if spec.mla is None and kv % tp and tp % kv:
+        why = "a rank needs whole heads, or a head whole ranks"
+        yield _problem("tp-kv-heads", "tp", f"tp = {tp} cannot share {kv} key/value heads", why=why, fix=fix)
+    if spec.vocab_size % tp:
+        padded = -(-spec.vocab_size // tp) * tp
+        fits = _degrees(lambda d: spec.vocab_size % d == 0 and heads_fit(d), tp)
+        what = f"tp = {tp} cannot share a vocabulary of {spec.vocab_size} in equal parts"
+        why = f"padding it would add {padded - spec.vocab_size} rows that no token uses; that is your decision"
+        fix = f"model.vocab_size = {padded}, or {one_of('layout.tp', fits)}"
+        yield _problem("tp-vocab", "tp", what, why=why, fix=fix)
+    widths = [("ffn_size", spec.ffn_size)]
+    if spec.moe is not None and spec.moe.shared_ffn_size:
+        widths.append(("shared_ffn_size", spec.moe.shared_ffn_size))
+    for name, width in widths:
+        if width % tp:
+            fits = _degrees(lambda d, w=width: w % d == 0 and heads_fit(d), tp)  # type: ignore[misc]
+            what = f"tp = {tp} cannot share a feed-forward width of {width} ({name})"
+            why = "each rank holds an equal share of the columns"
+            yield _problem("tp-ffn", "tp", what, why=why, fix=one_of("layout.tp", fits))
+
+
+def _pipeline(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
+    if layout.pp == 1:
+        return
+    stages, layers = layout.pp * layout.virtual_stages, spec.num_layers
+    product = f"pp {layout.pp}" + (f" x virtual_stages {layout.virtual_stages}" if layout.virtual_stages > 1 else "")
+    if layers < stages:
+        what = f"{layers} layers cannot fill {stages} stages ({product})"
+        why = "a stage holds at least one whole layer"
+        most = layers // layout.virtual_stages
+        fix = f"layout.pp = {most} or less" if most else f"layout.virtual_stages = {layers // layout.pp or 1} or less"
+        yield _problem("pp-layers", "pp", what, why=why, fix=fix)
+        return
+    if not layout.stage_layers:
+        return
+    even = [layers // stages + (s < layers % stages) for s in range(stages)]
+    given = list(layout.stage_layers)
+    if len(given) != stages:
+        what = f"stage_layers has {len(given)} entries for {stages} stages ({product})"
+        why = "one entry for each stage, in order"
+        yield _problem("stage-count", "stage_layers", what, why=why, fix=f"layout.stage_layers = {even}")
+    if sum(given) != layers:
+        what = f"stage_layers adds up to {sum(given)}, the model has {layers} layers"
+        why = "no layer may be dropped or doubled"
+        yield _problem("stage-sum", "stage_layers", what, why=why, fix=f"layout.stage_layers = {even}")
+
+
+def _ulysses(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
+    if layout.cp == 1 or layout.cp_kind != "ulysses" or spec.num_heads % layout.tp:
+        return
+    heads = spec.num_heads // layout.tp
+    if heads % layout.cp:
+        what = f"cp = {layout.cp} cannot share the {heads} attention heads that a rank has under tp = {layout.tp}"
+        why = '"ulysses" swaps the sequence for heads inside attention'
+        fix = one_of("layout.cp", _degrees(lambda d: heads % d == 0, layout.cp)) + ', or layout.cp_kind = "ring"'
+        yield _problem("cp-heads", "cp", what, why=why, fix=fix)
+
+
+def _experts(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
+    moe, ep, etp = spec.moe, layout.ep, layout.etp
+    if moe is None:
+        for name, degree in (("ep", ep), ("etp", etp)):
+            if degree > 1:
+                what = f"{name} = {degree} shares out experts, and this model ({spec.family}) has none"
+                why = "only mixture-of-experts models have experts"
+                yield _problem(f"{name}-no-experts", name, what, why=why, fix=f"layout.{name} = 1")
+        return
+    if moe.num_experts % ep:
+        what = f"ep = {ep} cannot share {moe.num_experts} experts"
+        fix = one_of("layout.ep", _degrees(lambda d: moe.num_experts % d == 0, ep))
+        yield _problem("ep-experts", "ep", what, why="each rank holds the same number of whole experts", fix=fix)
+    if moe.expert_ffn_size % etp:
+        what = f"etp = {etp} cannot share an expert's width of {moe.expert_ffn_size}"
+        fix = one_of("layout.etp", _degrees(lambda d: moe.expert_ffn_size % d == 0, etp))
+        yield _problem("etp-ffn", "etp", what, why="each rank holds an equal share of the columns", fix=fix)
+    ranks = layout.dp * layout.cp * layout.tp
+    if ranks % (ep * etp):
+        what = f"ep {ep} x etp {etp} = {ep * etp} does not divide the {ranks} ranks of a stage"
+        why = f"experts live on the ranks of dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
+        fits = _degrees(lambda d: ranks % (d * etp) == 0 and moe.num_experts % d == 0, ep)
+        fix = one_of("layout.ep", fits) if fits else one_of("layout.etp", _degrees(lambda d: ranks % d == 0, etp))
+        yield _problem("ep-ranks", "ep", what, why=why, fix=fix)
