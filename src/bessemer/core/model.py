@@ -38,11 +38,12 @@ class RopeSpec(Frozen):
     mscale_all_dim: float | None = None  # yarn, DeepSeek
     attention_factor: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    interleaved: bool = False  # pairs are (0,1), (2,3) ... (DeepSeek), not (0,d/2), (1,d/2+1) ...
 
 
 class MoeSpec(Frozen):
     """Mixture of experts in the feed-forward part. Layers before `first_dense_layers` stay dense, as do those
-    whose index isn't a multiple of `every` (1: each layer is MoE)."""
+    whose index isn't a multiple of `every` (1: each layer is MoE) and those listed in `dense_layers`."""
 
     num_experts: int
     top_k: int
@@ -52,6 +53,7 @@ class MoeSpec(Frozen):
     shared_gate: bool = False  # Qwen2-MoE: a sigmoid gate on the shared expert
     first_dense_layers: int = 0
     every: int = 1
+    dense_layers: tuple[int, ...] = ()
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     selection_bias: bool = False  # DeepSeek-V3: auxiliary-loss-free balancing, a bias used for selection only
     num_groups: int = 1  # node-limited routing: groups of experts
@@ -60,6 +62,7 @@ class MoeSpec(Frozen):
     norm_top_k: bool = False
     routed_scale: float = 1.0
     aux_loss_coef: float = 0.0
+    aux_loss_per_sequence: bool = False  # DeepSeek: balance is asked of each sequence, not of the batch
 
 
 class MlaSpec(Frozen):
@@ -108,7 +111,10 @@ class ModelSpec(Frozen):
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the feed-forward part of layer `layer` (from 0) is a mixture of experts."""
-        return self.moe is not None and layer >= self.moe.first_dense_layers and layer % self.moe.every == 0
+        moe = self.moe
+        if moe is None or layer < moe.first_dense_layers or layer in moe.dense_layers:
+            return False
+        return layer % moe.every == 0
 
     def window(self, layer: int) -> int | None:
         """The sliding window of layer `layer`, or None where it attends to everything before it."""
