@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bessemer.core.hf_config import FAMILIES
+from bessemer.core.hf_families import FAMILIES
 from bessemer.core.hf_rope import rope_config
 from bessemer.core.model import ModelSpec, MoeSpec
 

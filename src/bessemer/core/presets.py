@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from bessemer.core.errors import ConfigError
-from bessemer.core.hf_config import spec_from_config
+from bessemer.core.hf_families import spec_from_config
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, nearest
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.core.errors import ConfigError
-from bessemer.core.hf_config import spec_from_config
+from bessemer.core.hf_families import spec_from_config
 from bessemer.core.job import ModelSection
 from bessemer.core.model import ModelSpec
 from bessemer.core.presets import preset_config, without_none

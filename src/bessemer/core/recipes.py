@@ -1,0 +1,60 @@
+"""Precision recipes: what the matrix products of a training step read, and what it costs to make that.
+
+The trainer builds its linear layers from a recipe, the planner prices and weighs them from the same description.
+Sources of the recipes: Transformer Engine documentation (delayed and current scaling, 128-wide blocks, MXFP8, NVFP4),
+torchao float8 (row-wise), DeepSeek-V3 technical report arXiv 2412.19437 (blocks of 128).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bessemer.core.errors import RequestError
+from bessemer.core.problem import nearest
+
+__all__ = ["RECIPES", "Recipe", "recipe_named"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`gemm` is the operands' type in the linear layers of a block (key of `Machine.peak`); the head, the router and
+    the attention core stay in `compute`. `cast_bytes`: bytes read and written to turn one element of an input or a
+    gradient into its one or two quantised copies. `operand_bytes`: one copy, its share of scales included."""
+
+    name: str
+    runnable: bool
+    gemm: str
+    compute: str
+    operand_bytes: float
+    cast_bytes: float
+    scale_block: int  # elements that share a scale; 0: the whole tensor, -1: a row, or none where unquantised
+    what: str
+
+    @property
+    def quantised(self) -> bool:
+        return self.gemm in ("fp8", "fp4")
+
+
+RECIPES: dict[str, Recipe] = {
+    r.name: r
+    for r in (
+        Recipe("fp32", True, "fp32", "fp32", 4.0, 0.0, -1, "all in float32"),
+        Recipe("bf16", True, "bf16", "bf16", 2.0, 0.0, -1, "bfloat16 products, float32 masters"),
+        Recipe("fp16", False, "fp16", "fp16", 2.0, 0.0, -1, "float16 products, loss scaling, float32 masters"),
+        Recipe("fp8-delayed", False, "fp8", "bf16", 1.0, 4.0, 0, "a scale per tensor from the amax of past steps"),
+        Recipe("fp8-current", False, "fp8", "bf16", 1.0, 6.0, 0, "a scale per tensor from its own amax (one more read)"),
+        Recipe("fp8-row", False, "fp8", "bf16", 1.0, 10.0, -1, "a scale per row; two layouts are quantised apart"),
+        Recipe("fp8-block128", False, "fp8", "bf16", 1.03, 4.1, 128, "1 x 128 activations, 128 x 128 weights"),
+        Recipe("mxfp8", False, "fp8", "bf16", 1.03, 4.1, 32, "blocks of 32 with power-of-two scales, two layouts"),
+        Recipe("nvfp4", False, "fp4", "bf16", 0.56, 6.0, 16, "blocks of 16, Hadamard transform, stochastic rounding"),
+    )
+}
+"""In the order of their ids in `bessemer.plan.space.Layouts`."""
+
+
+def recipe_named(name: str) -> Recipe:
+    """RequestError with the nearest names for one that isn't known."""
+    if name in RECIPES:
+        return RECIPES[name]
+    near = nearest(name.lower(), RECIPES) or list(RECIPES)
+    raise RequestError(f"precision.recipe = {name!r} is not known", code="recipe-unknown", fix="one of " + ", ".join(near))
