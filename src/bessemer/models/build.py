@@ -1,0 +1,49 @@
+"""A model with its first weights.
+
+Every logical tensor is drawn from its own generator, keyed by (seed, name): so the weights don't depend on how
+parameters are packed, in which order they are made, or who holds which part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from bessemer.core.model import ModelSpec
+from bessemer.models.canonical import state
+from bessemer.models.decoder import Decoder
+
+__all__ = ["build", "initial"]
+
+
+def build(
+    spec: ModelSpec, *, seed: int, device: torch.device | str = "cpu", compute_dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """A `Decoder` with float32 parameters, initialised unless `device` is "meta"."""
+    model = Decoder(spec, device=device)
+    model.compute_dtype = compute_dtype
+    if torch.device(device).type != "meta":
+        for name, rows in state(model):
+            rows.copy_(initial(spec, name, tuple(rows.shape), seed))
+    return model
+
+
+def initial(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The first value of the logical tensor `name`, float32 on the CPU.
+
+    Norms 1, biases 0, matrices normal(0, init_std); the projections that write to the residual stream (attn.o,
+    mlp.down) are smaller by sqrt(2 layers), so that its variance doesn't grow with depth (GPT-2, Megatron-LM).
+    """
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    std = spec.init_std
+    if name.endswith((".attn.o.weight", ".mlp.down.weight")):
+        std /= math.sqrt(2 * spec.num_layers)
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -1,0 +1,26 @@
+"""Operators: each has a reference in plain torch and, where it pays, a CPU kernel; the registry picks."""
+
+from bessemer.ops.activation import gelu, swiglu
+from bessemer.ops.attention import Heads, attend, attend_masked, first_keys, split_heads
+from bessemer.ops.cross_entropy import cross_entropy_rows, linear_cross_entropy
+from bessemer.ops.linear import linear
+from bessemer.ops.native import why_absent
+from bessemer.ops.norm import add_norm
+from bessemer.ops.registry import paths, use
+
+__all__ = [
+    "Heads",
+    "add_norm",
+    "attend",
+    "attend_masked",
+    "cross_entropy_rows",
+    "first_keys",
+    "gelu",
+    "linear",
+    "linear_cross_entropy",
+    "paths",
+    "split_heads",
+    "swiglu",
+    "use",
+    "why_absent",
+]

@@ -1,0 +1,222 @@
+// Causal attention, forward and backward, in blocks of 64 queries by 64 keys with an online softmax
+// (Dao et al. 2022, arXiv 2205.14135). Query i sees the keys from starts[i] to i, which is how plain causal
+// attention, a sliding window and packed documents are all said; blocks that no query sees are never computed.
+// Inputs may be bfloat16; products and sums are float. One task is a (batch, key/value head), so that the query
+// heads that share it share its packed keys and add into its gradients in a fixed order.
+
+namespace {
+
+constexpr int kBlock = 64;
+
+struct Shape {
+  int batch, heads, kv, seq, dim;
+  int padded_dim() const { return (dim + 31) / 32 * 32; }
+  int padded_seq() const { return (seq + kBlock - 1) / kBlock * kBlock; }
+};
+
+// rows [count, dim] of T into float [kBlock-padded rows, ld], scaled; what lies beyond is left as it is (zero).
+template <class T>
+inline void pack(const T* src, int count, int dim, int64_t src_row, float scale, float* dst, int ld) {
+  for (int r = 0; r < count; r++) {
+    const T* s = src + r * src_row;
+    float* d = dst + size_t(r) * ld;
+#pragma omp simd
+    for (int i = 0; i < dim; i++) d[i] = widen(s[i]) * scale;
+  }
+}
+
+template <class T>
+inline void pack_transposed(const T* src, int count, int dim, float* dst, int ld) {
+  for (int r0 = 0; r0 < count; r0 += kLanes)
+    for (int i = 0; i < dim; i++)
+      for (int r = r0; r < std::min(count, r0 + kLanes); r++) dst[size_t(i) * ld + r] = widen(src[size_t(r) * dim + i]);
+}
+
+struct Range {
+  int lo, hi;  // of the columns of a block that a query sees
+};
+
+inline Range visible(const int* starts, int query, int key0) {
+  const int lo = starts ? std::max(starts[query] - key0, 0) : 0;
+  return {lo, std::min(query - key0 + 1, kBlock)};
+}
+
+inline int first_block(const int* starts, int query0, int count) {
+  if (!starts) return 0;
+  int lo = starts[query0];
+  for (int r = 1; r < count; r++) lo = std::min(lo, starts[query0 + r]);
+  return lo / kBlock;
+}
+
+// One row of the online softmax: scores -> exp(score - new maximum) outside of [lo, hi) zero; returns the factor
+// by which what was summed before shrinks.
+inline float softmax_row(float* s, Range see, float& top, float& sum) {
+  float now = top;
+#pragma omp simd reduction(max : now)
+  for (int j = see.lo; j < see.hi; j++) now = s[j] > now ? s[j] : now;
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int j = 0; j < kBlock; j++) {
+    const float e = fast_exp(s[j] - now);
+    s[j] = (j >= see.lo && j < see.hi) ? e : 0.0f;
+    total += s[j];
+  }
+  const float shrink = top == -INFINITY ? 0.0f : fast_exp(top - now);
+  sum = sum * shrink + total;
+  top = now;
+  return shrink;
+}
+
+template <class T>
+void attend_task(const T* q, const T* k, const T* v, const int* starts, T* out, float* lse, Shape s, float scale,
+                 int b, int kv, std::vector<float>& scratch) {
+  const int d = s.padded_dim(), n = s.padded_seq(), group = s.heads / s.kv;
+  scratch.assign(size_t(2) * n * d + 2 * kBlock * d + kBlock * kBlock, 0.0f);
+  float *kt = scratch.data(), *vf = kt + size_t(n) * d, *qf = vf + size_t(n) * d, *o = qf + kBlock * d,
+        *p = o + kBlock * d;
+  const size_t at = (size_t(b) * s.kv + kv) * s.seq * s.dim;
+  pack_transposed(k + at, s.seq, s.dim, kt, n);
+  pack(v + at, s.seq, s.dim, s.dim, 1.0f, vf, d);
+  const int* row_starts = starts ? starts + size_t(b) * s.seq : nullptr;
+  for (int h = kv * group; h < (kv + 1) * group; h++)
+    for (int i0 = 0; i0 < s.seq; i0 += kBlock) {
+      const int rows = std::min(kBlock, s.seq - i0);
+      float top[kBlock], sum[kBlock];
+      std::fill(top, top + kBlock, -INFINITY);
+      std::fill(sum, sum + kBlock, 0.0f);
+      std::fill(o, o + kBlock * d, 0.0f);
+      pack(q + ((size_t(b) * s.heads + h) * s.seq + i0) * s.dim, rows, s.dim, s.dim, scale, qf, d);
+      for (int jb = first_block(row_starts, i0, rows); jb * kBlock < i0 + rows; jb++) {
+        const int j0 = jb * kBlock;
+        product(kBlock, kBlock, d, qf, d, 1, kt + j0, n, p, kBlock, false);
+        for (int r = 0; r < kBlock; r++) {
+          const Range see = r < rows ? visible(row_starts, i0 + r, j0) : Range{0, 0};
+          if (see.lo >= see.hi) {
+            std::fill(p + r * kBlock, p + (r + 1) * kBlock, 0.0f);
+            continue;
+          }
+          const float shrink = softmax_row(p + r * kBlock, see, top[r], sum[r]);
+          float* orow = o + r * d;
+#pragma omp simd
+          for (int i = 0; i < d; i++) orow[i] *= shrink;
+        }
+        product(kBlock, d, kBlock, p, kBlock, 1, vf + size_t(j0) * d, d, o, d, true);
+      }
+      for (int r = 0; r < rows; r++) {
+        const float inverse = 1.0f / sum[r];
+        for (int i = 0; i < d; i++) o[r * d + i] *= inverse;
+        store_row(o + r * d, out + ((size_t(b) * s.seq + i0 + r) * s.heads + h) * s.dim, s.dim);
+        lse[(size_t(b) * s.heads + h) * s.seq + i0 + r] = top[r] + std::log(sum[r]);
+      }
+    }
+}
+
+// p: scores -> probabilities from the stored logsumexp; dp -> gradient of the scores, p (dp - delta).
+inline void probability_row(float* p, Range see, float lse) {
+#pragma omp simd
+  for (int j = 0; j < kBlock; j++) {
+    const float e = fast_exp(p[j] - lse);
+    p[j] = (j >= see.lo && j < see.hi) ? e : 0.0f;
+  }
+}
+
+template <class T>
+void attend_backward_task(const T* go, const T* q, const T* k, const T* v, const T* out, const float* lse,
+                          const int* starts, T* dq, T* dk, T* dv, Shape s, float scale, int b, int kv,
+                          std::vector<float>& scratch) {
+  const int d = s.padded_dim(), n = s.padded_seq(), group = s.heads / s.kv;
+  const size_t panel = size_t(n) * d;
+  scratch.assign(5 * panel + 3 * kBlock * d + 2 * kBlock * kBlock, 0.0f);
+  float *kt = scratch.data(), *vt = kt + panel, *kf = vt + panel, *gk = kf + panel, *gv = gk + panel, *qf = gv + panel,
+        *gof = qf + kBlock * d, *gq = gof + kBlock * d, *p = gq + kBlock * d, *ds = p + kBlock * kBlock;
+  const size_t at = (size_t(b) * s.kv + kv) * s.seq * s.dim;
+  pack_transposed(k + at, s.seq, s.dim, kt, n);
+  pack_transposed(v + at, s.seq, s.dim, vt, n);
+  pack(k + at, s.seq, s.dim, s.dim, 1.0f, kf, d);
+  const int* row_starts = starts ? starts + size_t(b) * s.seq : nullptr;
+  for (int h = kv * group; h < (kv + 1) * group; h++)
+    for (int i0 = 0; i0 < s.seq; i0 += kBlock) {
+      const int rows = std::min(kBlock, s.seq - i0);
+      const size_t q_at = ((size_t(b) * s.heads + h) * s.seq + i0) * s.dim;
+      const size_t o_at = ((size_t(b) * s.seq + i0) * s.heads + h) * s.dim;
+      float delta[kBlock];
+      std::fill(gof, gof + kBlock * d, 0.0f);
+      std::fill(qf, qf + kBlock * d, 0.0f);
+      std::fill(gq, gq + kBlock * d, 0.0f);
+      pack(q + q_at, rows, s.dim, s.dim, scale, qf, d);
+      pack(go + o_at, rows, s.dim, int64_t(s.heads) * s.dim, 1.0f, gof, d);
+      for (int r = 0; r < rows; r++) {
+        const T* o = out + o_at + size_t(r) * s.heads * s.dim;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < s.dim; i++) sum += gof[r * d + i] * widen(o[i]);
+        delta[r] = sum;
+      }
+      const float* row_lse = lse + (size_t(b) * s.heads + h) * s.seq + i0;
+      for (int jb = first_block(row_starts, i0, rows); jb * kBlock < i0 + rows; jb++) {
+        const int j0 = jb * kBlock;
+        product(kBlock, kBlock, d, qf, d, 1, kt + j0, n, p, kBlock, false);
+        product(kBlock, kBlock, d, gof, d, 1, vt + j0, n, ds, kBlock, false);
+        for (int r = 0; r < kBlock; r++) {
+          const Range see = r < rows ? visible(row_starts, i0 + r, j0) : Range{0, 0};
+          float *pr = p + r * kBlock, *dr = ds + r * kBlock;
+          if (see.lo >= see.hi) {
+            std::fill(pr, pr + kBlock, 0.0f);
+            std::fill(dr, dr + kBlock, 0.0f);
+            continue;
+          }
+          probability_row(pr, see, row_lse[r]);
+#pragma omp simd
+          for (int j = 0; j < kBlock; j++) dr[j] = pr[j] * (dr[j] - delta[r]);
+        }
+        product(kBlock, d, kBlock, p, 1, kBlock, gof, d, gv + size_t(j0) * d, d, true);
+        product(kBlock, d, kBlock, ds, kBlock, 1, kf + size_t(j0) * d, d, gq, d, true);
+        product(kBlock, d, kBlock, ds, 1, kBlock, qf, d, gk + size_t(j0) * d, d, true);
+      }
+      for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < d; i++) gq[r * d + i] *= scale;
+        store_row(gq + r * d, dq + q_at + size_t(r) * s.dim, s.dim);
+      }
+    }
+  for (int r = 0; r < s.seq; r++) {
+    store_row(gk + size_t(r) * d, dk + at + size_t(r) * s.dim, s.dim);
+    store_row(gv + size_t(r) * d, dv + at + size_t(r) * s.dim, s.dim);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void bessemer_attend(const void* q, const void* k, const void* v, int b16, const int* starts, void* out, float* lse,
+                     int batch, int heads, int kv, int seq, int dim, float scale, int threads) {
+  const Shape s{batch, heads, kv, seq, dim};
+  typed(out, b16, [&](auto* op) {
+    using P = decltype(op);
+#pragma omp parallel num_threads(threads)
+    {
+      std::vector<float> scratch;
+#pragma omp for schedule(dynamic)
+      for (int t = 0; t < batch * kv; t++)
+        attend_task((P)q, (P)k, (P)v, starts, op, lse, s, scale, t / kv, t % kv, scratch);
+    }
+  });
+}
+
+void bessemer_attend_backward(const void* go, const void* q, const void* k, const void* v, const void* out,
+                              const float* lse, int b16, const int* starts, void* dq, void* dk, void* dv, int batch,
+                              int heads, int kv, int seq, int dim, float scale, int threads) {
+  const Shape s{batch, heads, kv, seq, dim};
+  typed(dq, b16, [&](auto* dqp) {
+    using P = decltype(dqp);
+#pragma omp parallel num_threads(threads)
+    {
+      std::vector<float> scratch;
+#pragma omp for schedule(dynamic)
+      for (int t = 0; t < batch * kv; t++)
+        attend_backward_task((P)go, (P)q, (P)k, (P)v, (P)out, lse, starts, dqp, (P)dk, (P)dv, s, scale, t / kv, t % kv,
+                             scratch);
+    }
+  });
+}
+}
