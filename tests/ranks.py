@@ -49,7 +49,9 @@ def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
     while len(results) < len(readers):
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"ranks {sorted(set(range(len(readers))) - set(results))} gave no result in {timeout_s} s")
+            raise TimeoutError(
+                f"ranks {sorted(set(range(len(readers))) - set(results))} gave no result in {timeout_s} s"
+            )
         for reader in wait([r for i, r in enumerate(readers) if i not in results], timeout=left):
             ok, value = reader.recv()
             if not ok:

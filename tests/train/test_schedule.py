@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -19,7 +20,7 @@ def test_warm_up_is_linear_and_already_moves_in_the_first_step() -> None:
 def test_the_last_step_reaches_the_minimum_and_nothing_rises_after_warm_up(schedule: str) -> None:
     values = factors(lr_schedule=schedule)
     assert values[-1] == pytest.approx(0.1)
-    assert all(b <= a for a, b in zip(values[10:], values[11:], strict=False))
+    assert all(b <= a for a, b in itertools.pairwise(values[10:]))
 
 
 def test_cosine_is_half_way_in_the_middle() -> None:

@@ -28,8 +28,8 @@ class EvalResult:
 
     def __str__(self) -> str:
         return (
-            f"{self.run} at step {self.step}: validation loss {self.loss:.4f} nats per token over {self.tokens:,} tokens"
-            f" of {self.sequences:,} sequences\n"
+            f"{self.run} at step {self.step}: validation loss {self.loss:.4f} nats per token\n"
+            f"  over {self.tokens:,} tokens of {self.sequences:,} sequences\n"
             f"  perplexity {self.perplexity:.2f}, {self.bits_per_byte:.3f} bits per byte;"
             f" token frequencies alone would give {self.unigram_entropy:.4f} nats"
         )

@@ -52,7 +52,7 @@ def export(run: str, *, to: str, dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     if folder.exists():
         raise RequestError(f"{folder} exists already", code="exists", fix=f"--to {folder}-2, or remove {folder}")
     trained = open_trained(run)
-    names = [n for n in trained.checkpoint.names if not n.startswith(OPTIMIZER_PREFIX)]
+    names = [n for n in trained.checkpoint.names() if not n.startswith(OPTIMIZER_PREFIX)]
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     export_hf(
         trained.spec,

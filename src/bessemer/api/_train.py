@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,11 @@ def train(job_path: str, sets: Sequence[str] = (), *, quiet: bool = False) -> Tr
         from bessemer.train.worker import join
 
         return Trained(join(checked.job))
-    from bessemer.keep.agent import run
+    from bessemer.keep.agent import Options, run
 
-    return Trained(run(checked.job, quiet=quiet))
+    return Trained(run(checked.job, Options(quiet=quiet, again=_again(job_path, sets))))
+
+
+def _again(job_path: str, sets: Sequence[str]) -> str:
+    """The command that goes on with this run."""
+    return shlex.join(["bessemer", "train", job_path, *(word for text in sets for word in ("--set", text))])

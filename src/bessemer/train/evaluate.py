@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from bessemer.data import Batch as NumpyBatch
 from bessemer.data import Dataset
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.step import Batch
 
-__all__ = ["Evaluation", "evaluate", "to_torch"]
+__all__ = ["Evaluation", "evaluate", "to_tensors"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,8 @@ class Evaluation:
         return math.exp(min(self.loss, 700.0))
 
 
-def to_torch(dataset: Dataset, ids: list[int], device: torch.device) -> Batch:
-    """The batch of `ids` as tensors on `device`, under the names of the model's arguments."""
-    batch = dataset.batch(ids)
+def to_tensors(batch: NumpyBatch, device: torch.device) -> Batch:
+    """A batch of the data room as tensors on `device`, under the names of the model's arguments."""
     fields = {
         "tokens_BS": batch.tokens_BS,
         "labels_BS": batch.labels_BS,
@@ -55,7 +55,7 @@ def evaluate(module: nn.Module, dataset: Dataset, mesh: Mesh, *, sequences: int,
     with torch.no_grad():
         for turn in range(0, len(batches), mesh.world_size):
             mine = turn + mesh.rank
-            batch = to_torch(dataset, batches[min(mine, len(batches) - 1)], mesh.device)
+            batch = to_tensors(dataset.batch(batches[min(mine, len(batches) - 1)]), mesh.device)
             loss_sum, weight_sum = module(**batch)
             if mine < len(batches):
                 sums += torch.stack([loss_sum.double(), weight_sum.double()])

@@ -14,9 +14,10 @@ from bessemer.core.errors import Stopped
 from bessemer.core.job import Job
 from bessemer.data import Dataset, Reader
 from bessemer.keep.slices import Slice
+from bessemer.keep.vault_client import Saved
 from bessemer.runtime.kernels import KernelSample
 from bessemer.train.assembly import Assembly
-from bessemer.train.evaluate import Evaluation, evaluate
+from bessemer.train.evaluate import Evaluation, evaluate, to_tensors
 from bessemer.train.restore import checkpoint_meta, restore
 from bessemer.train.state import owned, state_slices
 from bessemer.train.step import Batch, StepResult, rank_micro_batches
@@ -44,11 +45,13 @@ class Saver(Protocol):
     """The vault's client: `save` returns the seconds that it kept the caller; failures of the background write are
     raised by `poll` and `wait`."""
 
+    def reserve(self, slices: list[Slice], meta: dict[str, Any]) -> None: ...
+
     def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float: ...
 
-    def poll(self) -> list[dict[str, Any]]: ...
+    def poll(self) -> list[Saved]: ...
 
-    def wait(self, timeout_s: float = ...) -> list[dict[str, Any]]: ...
+    def wait(self) -> list[Saved]: ...
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Loop:
         restored = restore(self.parts, self.run_folder, self.train_data.fingerprint)
         self._event("loaded", step=restored.step, path=restored.path, why=restored.why)
         saved = restored.step if restored.path is not None else -1
+        self.saver.reserve(self._owned(), self._meta(restored.step))
         step, steps = restored.step, self.job.train.steps
         batches = self._batches(step)
         stopped = False
@@ -105,7 +109,7 @@ class Loop:
         )
         with Reader(self.train_data, wanted, self.job.data.workers) as reader:
             for batch in reader:
-                yield as_tensors(batch, mesh.device)
+                yield to_tensors(batch, mesh.device)
 
     def _step(self, step: int, batches: Iterator[Batch]) -> StepResult:
         mesh = self.parts.mesh
@@ -126,9 +130,7 @@ class Loop:
         own = [float(sample.flops.get(p, 0)) for p in paths] + [sample.kernel_s]
         sums = mesh.sum_over_world(torch.tensor(own, dtype=torch.float64, device=mesh.device)).tolist()
         flops = {p: f for p, f in zip(paths, sums[:-1], strict=True) if f}
-        self._event(
-            "kernels", step=result.step, flops=flops, kernel_s=sums[-1] / mesh.world_size, step_s=result.step_s
-        )
+        self._event("kernels", step=result.step, flops=flops, kernel_s=sums[-1] / mesh.world_size, step_s=result.step_s)
 
     def _evaluate_if_due(self, step: int) -> Evaluation | None:
         every, last = self.job.train.eval_every, step == self.job.train.steps
@@ -180,13 +182,20 @@ class Loop:
 
     def _save(self, step: int) -> None:
         self.reporter.phase(step, "saving")
-        slices = owned(state_slices(self.parts.module, self.parts.optimizer), self.parts.mesh)
-        stall_s = self.saver.save(step, slices, checkpoint_meta(self.job, step, self.train_data.fingerprint))
+        stall_s = self.saver.save(step, self._owned(), self._meta(step))
         self._event("save", step=step, stall_s=stall_s)
 
-    def _note_saved(self, finished: list[dict[str, Any]]) -> None:
-        for record in finished:
-            self._event("saved", **record)
+    def _owned(self) -> list[Slice]:
+        return owned(state_slices(self.parts.module, self.parts.optimizer), self.parts.mesh)
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        return checkpoint_meta(self.job, step, self.train_data.fingerprint)
+
+    def _note_saved(self, finished: list[Saved]) -> None:
+        for saved in finished:
+            self._event("saved", step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes)
+            for step in saved.deleted:
+                self._event("deleted", step=step)
 
     def _event(self, name: str, **fields: Any) -> None:
         if self.parts.mesh.rank == 0:

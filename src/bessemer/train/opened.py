@@ -15,19 +15,18 @@ from bessemer.keep.checkpoint import Checkpoint, CheckpointFolder
 from bessemer.models.build import build
 from bessemer.models.decoder import Decoder
 from bessemer.train.assembly import COMPUTE_DTYPES
-from bessemer.train.state import state_slices
+from bessemer.train.state import OPTIMIZER_PREFIX, state_slices
 
 __all__ = ["Trained", "open_trained"]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A verified checkpoint and the job that wrote it. `passed_over` tells of newer ones that were refused."""
+    """A verified checkpoint and the job that wrote it."""
 
     job: Job
     spec: ModelSpec
     checkpoint: Checkpoint
-    passed_over: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -37,7 +36,7 @@ class Trained:
         """The model with this checkpoint's weights, whole, on `device`."""
         dtype = COMPUTE_DTYPES[self.job.precision.recipe]
         module = build(self.spec, seed=self.job.train.seed, device=device, compute_dtype=dtype)
-        self.checkpoint.read_into(state_slices(module, None), partial=True)
+        self.checkpoint.read_into(state_slices(module, None), ignore=(OPTIMIZER_PREFIX,))
         return module.eval()
 
 
@@ -48,13 +47,12 @@ def open_trained(path: str | Path) -> Trained:
     """
     where = Path(path)
     if (where / "manifest.json").exists():
-        checkpoint, passed_over = Checkpoint.open(where), ()
-        checkpoint.verify()
+        checkpoint = CheckpointFolder(where.parent).open(where)
     elif (where / "checkpoints").is_dir():
-        found, refused = CheckpointFolder(where / "checkpoints").newest_verified()
-        if found is None:
+        found = CheckpointFolder(where / "checkpoints").newest_verified()
+        if found.checkpoint is None:
             raise CheckpointError(f"no checkpoint in {where} yet", code="no-checkpoint", fix="train first, or wait")
-        checkpoint, passed_over = found, tuple(str(r) for r in refused)
+        checkpoint = found.checkpoint
     else:
         raise RequestError(
             f"{where} is neither a run folder nor a checkpoint",
@@ -62,4 +60,4 @@ def open_trained(path: str | Path) -> Trained:
             fix="name a folder such as runs/first-heat or runs/first-heat/checkpoints/step-100",
         )
     job = Job.model_validate(checkpoint.meta["job"])
-    return Trained(job, resolve_model(job.model), checkpoint, passed_over)
+    return Trained(job, resolve_model(job.model), checkpoint)

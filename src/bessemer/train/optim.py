@@ -119,7 +119,7 @@ class Optimizer:
         if hidden:
             muon = self._muon(module, train, hidden)
             self._base_lr.append((muon, train.muon_lr or MUON_LR))
-            self._kinds |= {n: (muon, ("momentum",)) for n in hidden}
+            self._kinds |= dict.fromkeys(hidden, (muon, ("momentum",)))
         for name, (optimizer, keys) in self._kinds.items():
             state = optimizer.state[self.params[name]]
             for key in keys:

@@ -14,7 +14,7 @@ from bessemer.core.job import Job
 from bessemer.keep.checkpoint import Checkpoint, CheckpointFolder
 from bessemer.models.hf import import_hf
 from bessemer.train.assembly import Assembly
-from bessemer.train.state import state_slices
+from bessemer.train.state import state_names, state_slices
 
 __all__ = ["Restored", "checkpoint_meta", "restore"]
 
@@ -50,32 +50,31 @@ def restore(parts: Assembly, run_folder: Path, data_fingerprint: str) -> Restore
     set or seed than the one that the cursor was counted in.
     """
     job, mesh = parts.job, parts.mesh
-    choice = _choose(job, run_folder) if mesh.rank == 0 else {}
-    choice = json.loads(mesh.broadcast_text(json.dumps(choice)))
+    choice = json.loads(mesh.broadcast_text(json.dumps(_choose(job, run_folder) if mesh.rank == 0 else {})))
     if choice["path"] is None:
         if job.model.weights is not None:
             import_hf(parts.module, Path(job.model.weights))
-            return Restored(0, job.model.weights, f"weights from {job.model.weights}, step 0")
+            return Restored(0, job.model.weights, "the job's weights; no step of this run is saved yet")
         return Restored(0, None, choice["why"])
-    checkpoint = Checkpoint.open(Path(choice["path"]))
-    _check_meta(checkpoint.meta, job, data_fingerprint, choice["path"])
-    checkpoint.read_into(state_slices(parts.module, parts.optimizer))
-    step = int(checkpoint.meta["step"])
-    parts.optimizer.set_steps(step)
-    return Restored(step, choice["path"], choice["why"])
+    with Checkpoint.open(Path(choice["path"])) as checkpoint:
+        _check_meta(checkpoint.meta, job, data_fingerprint, choice["path"])
+        checkpoint.read_into(
+            state_slices(parts.module, parts.optimizer), expected=state_names(parts.module, parts.optimizer)
+        )
+    parts.optimizer.set_steps(checkpoint.step)
+    return Restored(checkpoint.step, choice["path"], choice["why"])
 
 
 def _choose(job: Job, run_folder: Path) -> dict[str, str | None]:
+    """The run's own newest checkpoint goes before one named by `run.resume`, from which the run once began."""
+    folder = CheckpointFolder(run_folder / "checkpoints")
+    found = folder.newest_verified()
+    if found.checkpoint is not None:
+        return {"path": str(found.checkpoint.path), "why": found.why}
     if job.run.resume not in ("auto", "never"):
-        named = Path(job.run.resume)
-        return {"path": str(named), "why": f"{named}, named by run.resume"}
-    if job.run.resume == "never":
-        return {"path": None, "why": 'a fresh start (run.resume = "never")'}
-    found, refused = CheckpointFolder(run_folder / "checkpoints").newest_verified()
-    passed_over = "".join(f"; {r} was refused" for r in refused)
-    if found is None:
-        return {"path": None, "why": f"a fresh start (no checkpoint in {run_folder}){passed_over}"}
-    return {"path": str(found.path), "why": f"{found.path}, the newest that verifies{passed_over}"}
+        checkpoint = folder.open(Path(job.run.resume))
+        return {"path": str(checkpoint.path), "why": "named by run.resume"}
+    return {"path": None, "why": found.why}
 
 
 def _check_meta(meta: dict[str, Any], job: Job, data_fingerprint: str, path: str) -> None:

@@ -17,7 +17,7 @@ from bessemer.models.canonical import pieces
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.optim import Optimizer, local, local_rows
 
-__all__ = ["OPTIMIZER_PREFIX", "owned", "slices_of", "state_slices"]
+__all__ = ["OPTIMIZER_PREFIX", "owned", "slices_of", "state_names", "state_slices"]
 
 OPTIMIZER_PREFIX = "optim."
 
@@ -28,6 +28,14 @@ def state_slices(module: nn.Module, optimizer: Optimizer | None) -> list[Slice]:
     for kind, named in optimizer.state_tensors().items() if optimizer is not None else ():
         slices += slices_of(module, named, f"{OPTIMIZER_PREFIX}{kind}/")
     return slices
+
+
+def state_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The canonical names of the whole state over all ranks, however little of it this rank holds."""
+    names = {"": set(dict(module.named_parameters()))}
+    names |= {f"{OPTIMIZER_PREFIX}{kind}/": set(named) for kind, named in optimizer.state_tensors().items()}
+    known = pieces(module)
+    return [prefix + piece.name for prefix, params in names.items() for piece in known if piece.param in params]
 
 
 def slices_of(module: nn.Module, named: Mapping[str, torch.Tensor], prefix: str = "") -> list[Slice]:

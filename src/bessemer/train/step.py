@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from bessemer.core.job import Job
 from bessemer.data.cursor import deal, units_of_step

@@ -57,9 +57,7 @@ def run_rank(job: Job, member: Member) -> None:
         device.set_threads(max(1, (os.cpu_count() or 1) // member.local_world_size))
     member.phase(0, "connecting the ranks")
     if job.layout.world_size > 1:
-        dist.init_process_group(
-            device.backend, rank=member.rank, world_size=member.world_size, **rendezvous(member)
-        )
+        dist.init_process_group(device.backend, rank=member.rank, world_size=member.world_size, **rendezvous(member))
     mesh = build_mesh(job, member.rank, device.torch_device)
     member.phase(0, "opening the data")
     prepare(job)
