@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bessemer.core.errors import RequestError
-from bessemer.core.problem import nearest
+from bessemer.core.errors import ConfigError
+from bessemer.core.problem import Problem, nearest, one_of
 
-__all__ = ["RECIPES", "Recipe", "recipe_named"]
+__all__ = ["RECIPES", "Recipe", "recipe"]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`gemm` is the operands' type in the linear layers of a block (key of `Machine.peak`); the head, the router and
-    the attention core stay in `compute`. `cast_bytes`: bytes read and written to turn one element of an input or a
-    gradient into its one or two quantised copies. `operand_bytes`: one copy, its share of scales included."""
+    """`dtype` is the operands' type in the linear layers of a block (a name of `Machine.peak`); the head, the router
+    and the attention core stay in `compute`. `cast_bytes`: bytes read and written to turn one element of an input or
+    a gradient into its quantised copies. `operand_bytes`: one copy, its share of the scales included."""
 
     name: str
     runnable: bool
-    gemm: str
+    dtype: str
     compute: str
     operand_bytes: float
     cast_bytes: float
@@ -32,7 +32,8 @@ class Recipe:
 
     @property
     def quantised(self) -> bool:
-        return self.gemm in ("fp8", "fp4")
+        """Whether operands are narrower than what is computed around them."""
+        return self.dtype in ("fp8", "fp4")
 
 
 RECIPES: dict[str, Recipe] = {
@@ -42,7 +43,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("bf16", True, "bf16", "bf16", 2.0, 0.0, -1, "bfloat16 products, float32 masters"),
         Recipe("fp16", False, "fp16", "fp16", 2.0, 0.0, -1, "float16 products, loss scaling, float32 masters"),
         Recipe("fp8-delayed", False, "fp8", "bf16", 1.0, 4.0, 0, "a scale per tensor from the amax of past steps"),
-        Recipe("fp8-current", False, "fp8", "bf16", 1.0, 6.0, 0, "a scale per tensor from its own amax (one more read)"),
+        Recipe("fp8-current", False, "fp8", "bf16", 1.0, 6.0, 0, "a scale per tensor from its own amax, one more read"),
         Recipe("fp8-row", False, "fp8", "bf16", 1.0, 10.0, -1, "a scale per row; two layouts are quantised apart"),
         Recipe("fp8-block128", False, "fp8", "bf16", 1.03, 4.1, 128, "1 x 128 activations, 128 x 128 weights"),
         Recipe("mxfp8", False, "fp8", "bf16", 1.03, 4.1, 32, "blocks of 32 with power-of-two scales, two layouts"),
@@ -52,9 +53,11 @@ RECIPES: dict[str, Recipe] = {
 """In the order of their ids in `bessemer.plan.space.Layouts`."""
 
 
-def recipe_named(name: str) -> Recipe:
-    """RequestError with the nearest names for one that isn't known."""
+def recipe(name: str) -> Recipe:
+    """ConfigError with the nearest names for one that isn't known."""
     if name in RECIPES:
         return RECIPES[name]
-    near = nearest(name.lower(), RECIPES) or list(RECIPES)
-    raise RequestError(f"precision.recipe = {name!r} is not known", code="recipe-unknown", fix="one of " + ", ".join(near))
+    fix = one_of("precision.recipe", [f'"{n}"' for n in nearest(name.lower(), RECIPES) or RECIPES])
+    why = "recipes: " + ", ".join(RECIPES)
+    what = f"{name!r} is not a precision recipe"
+    raise ConfigError([Problem(code="recipe-unknown", where="precision.recipe", what=what, why=why, fix=fix)])
