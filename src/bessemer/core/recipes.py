@@ -17,13 +17,13 @@ __all__ = ["RECIPES", "Recipe", "recipe"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """`dtype` is the operands' type in the linear layers of a block (a name of `Machine.peak`); the head, the router
+    """`gemm` is the operands' type in the linear layers of a block (a name of `Machine.peak`); the head, the router
     and the attention core stay in `compute`. `cast_bytes`: bytes read and written to turn one element of an input or
     a gradient into its quantised copies. `operand_bytes`: one copy, its share of the scales included."""
 
     name: str
     runnable: bool
-    dtype: str
+    gemm: str
     compute: str
     operand_bytes: float
     cast_bytes: float
@@ -33,7 +33,7 @@ class Recipe:
     @property
     def quantised(self) -> bool:
         """Whether operands are narrower than what is computed around them."""
-        return self.dtype in ("fp8", "fp4")
+        return self.gemm in ("fp8", "fp4")
 
 
 RECIPES: dict[str, Recipe] = {
