@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import types
 import typing
 from typing import Any
@@ -111,7 +112,9 @@ def _repair(name: str, value: Any) -> str | None:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             return None
-        return str(int(number)) if abs(number) < 1e15 and number == int(number) else None
+        if not abs(number) < 1e15:
+            return None
+        return str(int(number)) if number == int(number) else f"{math.floor(number)} or {math.ceil(number)}"
     if name == "float_type" and isinstance(value, str):
         try:
             return repr(float(value))

@@ -9,11 +9,9 @@ from bessemer.core.layout import RUNNABLE, Layout
 from bessemer.core.machine import Machine
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, nearest, one_of
+from bessemer.core.schedules import SCHEDULES
 
-__all__ = ["SCHEDULES", "problems"]
-
-SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zbv", "dualpipe", "dualpipev")
-"""Pipeline schedules that the planner knows; `RUNNABLE` says which of them train."""
+__all__ = ["problems"]
 
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
@@ -120,7 +118,8 @@ def _tensor(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
         padded = -(-spec.vocab_size // tp) * tp
         fits = _degrees(lambda d: spec.vocab_size % d == 0 and heads_fit(d), tp)
         what = f"tp = {tp} cannot share a vocabulary of {spec.vocab_size} in equal parts"
-        why = f"padding it would add {padded - spec.vocab_size} rows that no token uses; that is your decision"
+        rows = padded - spec.vocab_size
+        why = f"padding it would add {rows} row{'s' if rows > 1 else ''} that no token uses; that is your decision"
         fix = f"model.vocab_size = {padded}, or {one_of('layout.tp', fits)}"
         yield _problem("tp-vocab", "tp", what, why=why, fix=fix)
     widths = [("ffn_size", spec.ffn_size)]

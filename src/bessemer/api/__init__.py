@@ -1,0 +1,41 @@
+"""One public function for each verb: `bessemer.api.check("job.toml")`. The only place where rooms are wired together.
+
+Each function lives in the module of `VERBS`, which is loaded when it is first used and loads torch only when it runs.
+The command line is made from this table: a verb's flags are its function's signature, its help the docstring.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bessemer.api._check import CheckResult, check
+    from bessemer.api._eval import EvalResult, eval
+    from bessemer.api._export import export
+    from bessemer.api._generate import generate
+    from bessemer.api._train import Trained, train
+
+__all__ = ["VERBS", "CheckResult", "EvalResult", "Trained", "check", "eval", "export", "generate", "train"]
+
+VERBS: dict[str, str] = {
+    "check": "bessemer.api._check",
+    "train": "bessemer.api._train",
+    "eval": "bessemer.api._eval",
+    "generate": "bessemer.api._generate",
+    "export": "bessemer.api._export",
+}
+"""Verb -> the module that holds the function of that name, in the order in which help lists them."""
+
+_RESULTS = {"CheckResult": "check", "EvalResult": "eval", "Trained": "train"}
+
+
+def __getattr__(name: str) -> Any:
+    module = VERBS.get(_RESULTS.get(name, name))
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m bessemer.cli`: the same as `bessemer`."""
+
+from bessemer.cli import main
+
+main()

@@ -1,0 +1,82 @@
+"""Contradictions between model, data, precision and machine that no single room owns. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bessemer.core.job import Job
+from bessemer.core.machine import Machine
+from bessemer.core.memory import memory_problem
+from bessemer.core.model import ModelSpec
+from bessemer.core.problem import Problem, nearest, one_of
+from bessemer.core.recipes import RECIPES
+
+__all__ = ["problems"]
+
+
+def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
+    """The checks for which what they need could be read: `spec` and `machine` are None where it couldn't."""
+    found = [*_recipe(job, machine)]
+    if spec is not None:
+        found += _positions(job, spec)
+    if machine is not None:
+        found += _devices(job, machine)
+    if spec is not None and machine is not None and (over := memory_problem(job, spec, machine)) is not None:
+        found.append(over)
+    return found
+
+
+def _problem(code: str, where: str, what: str, *, why: str, fix: str) -> Problem:
+    return Problem(code=code, where=where, what=what, why=why, fix=fix)
+
+
+def _recipe(job: Job, machine: Machine | None) -> Iterator[Problem]:
+    name = job.precision.recipe
+    runs = one_of("precision.recipe", [f'"{r.name}"' for r in RECIPES.values() if r.runnable])
+    known = RECIPES.get(name)
+    if known is None:
+        near = nearest(name.lower(), RECIPES, count=1)
+        fix = f'precision.recipe = "{near[0]}"' if near else runs
+        why = "recipes: " + ", ".join(RECIPES)
+        yield _problem("recipe-unknown", "precision.recipe", f'recipe = "{name}" is not known', why=why, fix=fix)
+        return
+    if not known.runnable:
+        what = f'recipe = "{name}" can be planned but not trained yet'
+        why = "the trainer has no code for it, and would train something else than was asked for"
+        yield _problem("not-runnable", "precision.recipe", what, why=why, fix=runs)
+    # A CPU emulates narrow formats. Wide ones every accelerator has, even where no source gives their rate.
+    if known.quantised and machine is not None and machine.device != "cpu" and machine.peak(known.gemm) is None:
+        what = f'recipe = "{name}" needs {known.gemm} matrix units, and none are known of {machine.name}'
+        fits = [f'"{r.name}"' for r in RECIPES.values() if machine.peak(r.gemm) is not None]
+        fix = one_of("precision.recipe", fits) if fits else "a machine file that gives its peak rates"
+        why = "there is no silent fallback to another precision"
+        yield _problem("recipe-machine", "precision.recipe", what, why=why, fix=fix)
+
+
+def _positions(job: Job, spec: ModelSpec) -> Iterator[Problem]:
+    if job.data.seq_len > spec.max_positions:
+        what = f"seq_len = {job.data.seq_len} is longer than the {spec.max_positions} positions of the model"
+        why = "positions beyond were never meant to be computed, and learned ones don't exist"
+        fix = f"data.seq_len = {spec.max_positions} or less"
+        if spec.positions == "rope":
+            fix += f", or model.max_position_embeddings = {job.data.seq_len} (with a rope_scaling that suits it)"
+        yield _problem("seq-positions", "data.seq_len", what, why=why, fix=fix)
+
+
+def _devices(job: Job, machine: Machine) -> Iterator[Problem]:
+    layout, world, per_node = job.layout, job.layout.world_size, job.machine.gpus_per_node
+    degrees = f"dp {layout.dp} x cp {layout.cp} x tp {layout.tp} x pp {layout.pp}"
+    if job.machine.gpus is not None and job.machine.gpus != world:
+        what = f"gpus = {job.machine.gpus}, but the layout needs {world}"
+        fix = f"machine.gpus = {world}"
+        rest = layout.cp * layout.tp * layout.pp
+        if job.machine.gpus % rest == 0:
+            fix += f", or layout.dp = {job.machine.gpus // rest}"
+        yield _problem("gpus", "machine.gpus", what, why=f"{degrees} = {world} ranks", fix=fix)
+    if machine.device != "cpu" and world > per_node and world % per_node:
+        what = f"{world} ranks don't fill hosts of gpus_per_node = {per_node}"
+        why = f"{degrees} = {world}; a run takes whole hosts, or a part of one"
+        fits = [d for d in range(per_node, 0, -1) if world % d == 0][:1]
+        fix = f"machine.gpus_per_node = {fits[0]}, or a layout of {world // per_node * per_node} or "
+        fix += f"{(world // per_node + 1) * per_node} ranks"
+        yield _problem("gpus-per-node", "machine.gpus_per_node", what, why=why, fix=fix)
