@@ -186,7 +186,7 @@ def _own_head_dim(keys: KeyReader, family: Family, hidden: int, heads: int) -> i
 
 
 def _head_dim(keys: KeyReader, hidden_key: str, hidden: int, heads_key: str, heads: int) -> int:
-    if hidden % heads:
+    if hidden % heads and not keys.wrong & {hidden_key, heads_key}:
         fits = [h for h in range(1, 257) if hidden % h == 0 and hidden // h >= 16]
         keys.report(
             "model-heads",
@@ -327,17 +327,17 @@ def _deepseek_moe(keys: KeyReader, family: Family) -> MoeSpec:
 def _check_heads(keys: KeyReader, fields: Mapping[str, Any], name: str) -> None:
     """What must fit together whatever the family: whole groups of heads, even rotary dimensions, enough experts."""
     heads, kv = fields["num_heads"], fields["num_kv_heads"]
-    if heads % kv:
+    if heads % kv and not keys.wrong & {"num_attention_heads", "num_key_value_heads"}:
         fits = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
         what = f"{heads} heads can't share {kv} key/value heads"
         why = "each key/value head serves a whole number of heads"
         keys.report("model-heads", "num_key_value_heads", what, why, f"num_key_value_heads = {fits}")
     mla, moe = fields.get("mla"), fields.get("moe")
     rotary, key = (mla.qk_rope_head_dim, "qk_rope_head_dim") if mla else (fields["head_dim"], "head_dim")
-    if name != "gpt2" and rotary % 2:
+    if name != "gpt2" and rotary % 2 and not keys.wrong & {key, "hidden_size", "num_attention_heads"}:
         why = "rotary embedding turns pairs of dimensions"
         keys.report("model-heads", key, f"a head of {rotary} dimensions is odd", why, f"{key} = {rotary + 1}")
-    if moe is None:
+    if moe is None or keys.wrong & {"num_experts", "num_local_experts", "n_routed_experts"}:
         return
     if moe.top_k > moe.num_experts:
         what = f"num_experts_per_tok = {moe.top_k} of {moe.num_experts} experts"

@@ -41,6 +41,8 @@ class KeyReader:
 
     def __init__(self, config: Mapping[str, Any], place: Callable[[str], str], aliases: Mapping[str, str]) -> None:
         self.problems: list[Problem] = []
+        self.wrong: set[str] = set()
+        """Keys with a problem: what follows from their values says nothing."""
         self._place = place
         self._values: dict[str, Any] = {}
         self._known: set[str] = set()
@@ -54,6 +56,7 @@ class KeyReader:
 
     def report(self, code: str, key: str, what: str, why: str, fix: str) -> None:
         """Adds a problem at `key`."""
+        self.wrong.add(key)
         self.problems.append(Problem(code=code, where=self._place(key), what=what, why=why, fix=fix))
 
     def integer(self, key: str, default: Any = REQUIRED, *, least: int = 1) -> int:
@@ -62,7 +65,7 @@ class KeyReader:
         if value is REQUIRED:
             return least
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self._wrong(key, value, f"a whole number of at least {least}")
+            self._mistyped(key, value, f"a whole number of at least {least}")
             return least
         return value
 
@@ -86,7 +89,7 @@ class KeyReader:
         if value is REQUIRED:
             return least
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-            self._wrong(key, value, f"a number of at least {least:g}")
+            self._mistyped(key, value, f"a number of at least {least:g}")
             return least
         return float(value)
 
@@ -94,7 +97,7 @@ class KeyReader:
         """true or false."""
         value = self._take(key, default)
         if not isinstance(value, bool):
-            self._wrong(key, value, "true or false")
+            self._mistyped(key, value, "true or false")
             return default
         return value
 
@@ -130,7 +133,7 @@ class KeyReader:
         """A table of its own, or None."""
         value = self._take(key, None)
         if value is not None and not isinstance(value, Mapping):
-            self._wrong(key, value, "a table")
+            self._mistyped(key, value, "a table")
             return None
         return None if value is None else dict(value)
 
@@ -140,7 +143,7 @@ class KeyReader:
         if value is None:
             return ()
         if not isinstance(value, list | tuple) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
-            self._wrong(key, value, "a list of whole numbers")
+            self._mistyped(key, value, "a list of whole numbers")
             return ()
         return tuple(value)
 
@@ -150,7 +153,7 @@ class KeyReader:
         if value is None:
             return None
         if not isinstance(value, list | tuple) or len(value) != count or any(v not in allowed for v in value):
-            self._wrong(key, value, f"a list of {count} words out of {', '.join(allowed)}")
+            self._mistyped(key, value, f"a list of {count} words out of {', '.join(allowed)}")
             return None
         return tuple(value)
 
@@ -191,5 +194,5 @@ class KeyReader:
             self.report("model-missing", key, f"{key} is missing", why, f"{key} = N")
         return default
 
-    def _wrong(self, key: str, value: object, wanted: str) -> None:
+    def _mistyped(self, key: str, value: object, wanted: str) -> None:
         self.report("model-value", key, f"{key} = {value!r} is not {wanted}", "", f"{key} = {wanted}")

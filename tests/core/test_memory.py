@@ -1,0 +1,124 @@
+"""The memory estimate: its lines against counts done by hand, and the fixes that it proposes."""
+
+import pytest
+
+from bessemer.core.counts import parameter_counts
+from bessemer.core.job import Job
+from bessemer.core.machine import load_machine
+from bessemer.core.memory import job_bytes, memory_lines, memory_problem
+from bessemer.core.presets import preset
+from bessemer.core.resolve import resolve_model
+
+
+def job(**sections):
+    return Job.model_validate(sections)
+
+
+def test_state_of_one_process_is_counted_tensor_by_tensor():
+    plain = job(precision={"recipe": "fp32"})
+    spec = resolve_model(plain.model)
+    params = parameter_counts(spec).total
+    lines = memory_lines(plain, spec)
+    assert lines["parameters"] == lines["gradients"] == 4 * params
+    assert lines["optimizer"] == 8 * params
+    assert lines["checkpoint_copy"] == 12 * params
+    assert "gradient_sum" not in lines
+    assert "low_precision_weights" not in lines
+
+
+def test_muon_keeps_one_moment_of_the_hidden_matrices():
+    adamw, muon = job(), job(train={"optimizer": "muon"})
+    spec = resolve_model(adamw.model)
+    counts = parameter_counts(spec)
+    saved = memory_lines(adamw, spec)["optimizer"] - memory_lines(muon, spec)["optimizer"]
+    assert saved == 4 * (counts.attention + counts.dense_ffn)
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "whole"),
+    [
+        ("none", set(), {"parameters", "gradients", "optimizer"}),
+        ("optimizer", {"parameters", "optimizer"}, {"gradients"}),
+        ("gradient", {"parameters", "gradients", "optimizer"}, set()),
+        ("full", {"parameters", "gradients", "optimizer"}, set()),
+    ],
+)
+def test_sharding_divides_what_it_names(kind, split, whole):
+    one, four = job(), job(layout={"dp": 4, "dp_shard": kind})
+    spec = resolve_model(one.model)
+    alone, shared = memory_lines(one, spec), memory_lines(four, spec)
+    assert all(shared[name] == alone[name] // 4 for name in split)
+    assert all(shared[name] == alone[name] for name in whole)
+    assert ("gathered_parameters" in shared) == (kind != "none")
+    assert ("gradient_sum" in shared) == (kind == "none")
+
+
+def test_activations_grow_with_the_micro_batch_and_layers():
+    small, large = job(train={"micro_batch": 2}), job(train={"micro_batch": 8})
+    spec = resolve_model(small.model)
+    assert memory_lines(large, spec)["activations"] == 4 * memory_lines(small, spec)["activations"]
+    deep = spec.model_copy(update={"num_layers": 12})
+    assert memory_lines(small, deep)["activations"] < 2 * memory_lines(small, spec)["activations"]
+    assert memory_lines(small, deep)["activations"] > 1.9 * memory_lines(small, spec)["activations"]
+
+
+def test_activations_of_a_layer_by_hand():
+    plain = job(precision={"recipe": "fp32"}, train={"micro_batch": 1}, data={"seq_len": 16})
+    spec = resolve_model(plain.model)  # D 256, 8 heads and 4 key/value heads of 32, F 768
+    layer = 4 * 256 + (2 * 256 + 2 * 128) + 3 * 768
+    assert memory_lines(plain, spec)["activations"] == 4 * 16 * (6 * layer + 2 * 256) + 4 * 16 * 6 * 8
+
+
+def test_published_llama_70b_state_on_eight_ranks():
+    spec = preset("llama-3-70b")
+    lines = memory_lines(job(layout={"dp": 8, "dp_shard": "full"}), spec)
+    assert lines["optimizer"] == 70_553_706_496  # 8 bytes a parameter over 8 ranks
+
+
+def test_pipeline_and_tensor_ranks_hold_their_part():
+    spec = preset("llama-3-70b")
+    whole = memory_lines(job(), spec)
+    part = memory_lines(job(layout={"tp": 8, "pp": 4}), spec)
+    assert whole["parameters"] / 32 < part["parameters"] < 1.1 * whole["parameters"] / 32
+
+
+def test_ranks_of_a_cpu_share_its_memory():
+    machine = load_machine("cpu-local")
+    spec = resolve_model(job().model)
+    assert job_bytes(job(layout={"dp": 2}), spec, machine) > 1.9 * job_bytes(job(), spec, machine)
+    gpu = load_machine("h100")
+    assert job_bytes(job(layout={"dp": 2}), spec, gpu) < 1.2 * job_bytes(job(), spec, gpu)
+
+
+def test_a_job_that_fits_has_no_problem_and_unknown_memory_makes_none():
+    spec = preset("llama-3-8b")
+    assert memory_problem(job(), resolve_model(job().model), load_machine("h100")) is None
+    assert memory_problem(job(), spec, load_machine("gb300")) is None  # its memory isn't known
+
+
+@pytest.mark.parametrize(
+    ("train", "where", "fix"),
+    [
+        (
+            {"micro_batch": 2, "global_batch": 64},
+            "layout.dp_shard",
+            'layout.dp_shard = "full" and train.micro_batch = 1',
+        ),
+        ({"micro_batch": 1, "global_batch": 64}, "layout.dp_shard", 'layout.dp_shard = "full"'),
+    ],
+)
+def test_the_fix_is_one_that_fits(train, where, fix):
+    spec, machine = preset("llama-3-8b"), load_machine("h100")
+    problem = memory_problem(job(train=train, data={"seq_len": 8192}, layout={"dp": 8}), spec, machine)
+    assert problem.code == "memory"
+    assert problem.where == where
+    assert problem.fix == fix
+    layout = {"dp": 8, "dp_shard": "full"}
+    mended = job(train={**train, "micro_batch": 1}, data={"seq_len": 8192}, layout=layout)
+    assert memory_problem(mended, spec, machine) is None
+
+
+def test_a_model_that_fits_nowhere_says_so():
+    problem = memory_problem(job(train={"micro_batch": 1}), preset("deepseek-v3"), load_machine("h100"))
+    assert problem.where == "machine.name"
+    assert "smaller model" in problem.fix
