@@ -1,4 +1,4 @@
-"""`bessemer check` on the broken jobs of examples/broken: every fault is found, with its place and a fix, and no other."""
+"""`bessemer check` on the broken jobs of examples/broken: each fault is found with its place and a fix, no other is."""
 
 from __future__ import annotations
 
