@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bessemer.runtime.kernels import KernelSample, attention_flops, path_of
+from bessemer.runtime.kernels import KernelSample, KernelTotal, attention_flops, native_kernel, path_of
 
 # B batch, S sequence, D model, H query heads, K key heads, N head size, M feed-forward
 B, S, D, H, K, N, M = 2, 24, 32, 4, 2, 8, 48
@@ -181,3 +181,30 @@ def test_path_names_are_those_of_the_machine() -> None:
         assert path_of(dtype, "cpu") in DTYPES
     with pytest.raises(KeyError):
         path_of(torch.int32, "cpu")
+
+
+def test_products_added_in_place_are_seen() -> None:
+    a, b, c = torch.randn(4, 5), torch.randn(5, 6), torch.zeros(4, 6)
+    with KernelSample() as sample:
+        c.addmm_(a, b)
+        torch.mm(a, b, out=c)
+    assert sample.flops == {"fp32": 2 * 2 * 4 * 5 * 6}
+
+
+def test_a_native_kernel_is_counted_where_it_says_so() -> None:
+    asked: list[int] = []
+
+    def flops() -> float:
+        asked.append(1)
+        return 128.0
+
+    with native_kernel("attend", torch.bfloat16, flops):
+        pass
+    assert not asked  # no sample is running
+    ticks = iter([0.0, 3.0])
+    with KernelSample(clock=lambda: next(ticks)) as sample, native_kernel("attend", torch.bfloat16, flops):
+        pass
+    assert sample.totals == {("attend", "bf16"): KernelTotal(1, 128.0, 3.0)}
+    with native_kernel("attend", torch.bfloat16, flops):
+        pass
+    assert len(asked) == 1

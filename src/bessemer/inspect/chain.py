@@ -126,7 +126,7 @@ def weakest(*kinds: str) -> str:
 
 
 def _facts(run: RunRecords) -> _Facts:
-    path = RECIPES[run.job.precision.recipe].dtype
+    path = RECIPES[run.job.precision.recipe].gemm
     peaks = _nearest(run.attempts, [_own_peaks(a) for a in run.attempts])
     why = ""
     if None in peaks:

@@ -6,8 +6,9 @@
     sample.kernel_s                        # 2.1
 
 A path is the data type of the operands, named as in `core.machine.DTYPES`. Counted are matrix products and
-attention; everything else is memory-bound and belongs to node efficiency. Kernels that don't go through torch's
-dispatcher (called through ctypes, or inside a compiled graph) are not seen.
+attention; everything else is memory-bound and belongs to node efficiency. A kernel that doesn't go through torch's
+dispatcher (called through ctypes) is counted where its caller says so with `native_kernel`; one inside a compiled
+graph isn't seen.
 
 What is counted, so that the sum agrees with three times the forward FLOPs of `core.counts`:
 * a product [m, k] @ [k, n] has 2 m k n FLOPs;
@@ -22,8 +23,10 @@ matters. Nothing is seen under `torch.inference_mode`, where torch doesn't split
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -31,15 +34,17 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["KernelSample", "KernelTotal", "attention_flops", "path_of"]
+__all__ = ["KernelSample", "KernelTotal", "attention_flops", "native_kernel", "path_of"]
 
 _aten = torch.ops.aten
 
 _PRODUCTS: dict[Any, tuple[str, str]] = {
     _aten.mm: ("self", "mat2"),
     _aten.addmm: ("mat1", "mat2"),
+    _aten.addmm_: ("mat1", "mat2"),
     _aten.bmm: ("self", "mat2"),
     _aten.baddbmm: ("batch1", "batch2"),
+    _aten.baddbmm_: ("batch1", "batch2"),
     _aten._scaled_mm: ("self", "mat2"),
 }
 """Matrix products, and the names of their two factors in the operator's schema."""
@@ -103,15 +108,17 @@ class KernelSample(TorchDispatchMode):
         """Seconds inside the counted kernels. On a GPU known after exit."""
         return sum(total.seconds for total in self.totals.values())
 
+    def __enter__(self) -> Self:
+        super().__enter__()
+        _active.append(self)
+        return self
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _active.remove(self)
         super().__exit__(kind, error, trace)
         self._timer.finish()
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -125,14 +132,37 @@ class KernelSample(TorchDispatchMode):
             path, flops = _attention(func, args, kwargs or {})
         else:
             return func(*args, **(kwargs or {}))
-        total = self.totals.setdefault((packet.__name__, path), KernelTotal())
+        with self.kernel(packet.__name__, path, flops):
+            return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def kernel(self, name: str, path: str, flops: float) -> Iterator[None]:
+        """Counts `flops` on `path` for the operator `name`, and times the body as a kernel."""
+        total = self.totals.setdefault((name, path), KernelTotal())
         total.calls += 1
         total.flops += flops
         self._timer.start()
         try:
-            return func(*args, **(kwargs or {}))
+            yield
         finally:
             self._timer.stop(total)
+
+
+_active: list[KernelSample] = []
+"""The samples that are running in this process, innermost last; autograd's threads see them too."""
+
+
+def native_kernel(name: str, dtype: torch.dtype, flops: Callable[[], float]) -> AbstractContextManager[None]:
+    """For a kernel that torch doesn't dispatch: counts and times the body when a step is being sampled.
+
+    `flops` is only called then; without a sample this costs well under a microsecond.
+    """
+    if not _active:
+        return _nothing
+    return _active[-1].kernel(name, path_of(dtype, "cpu"), flops())
+
+
+_nothing = contextlib.nullcontext()
 
 
 class _Timer(Protocol):
