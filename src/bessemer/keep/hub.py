@@ -1,0 +1,175 @@
+"""The agent's ear: one thread that waits for records of the host's processes, for their ends, and for signals."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bessemer.keep.wire import Frames, WireError, listen, pack
+
+__all__ = ["Hub", "Link", "signals_into"]
+
+SEND_S = 5.0
+"""How long a message to a process may take. It is a few bytes, so a full socket means that nobody reads it."""
+
+_SAME_SIGNAL_S = 0.5
+"""Two signals closer than this are one wish: `timeout` and shells send to a process and to its group."""
+
+
+@dataclass(eq=False)
+class Link:
+    """A connection. `rank` is known after its hello; `said_bye` tells an orderly end from a death."""
+
+    socket: socket.socket
+    frames: Frames = field(default_factory=Frames)
+    rank: int | None = None
+    said_bye: bool = False
+
+    def send(self, record: Mapping[str, Any]) -> None:
+        """Nothing happens when the other side is gone: its end is seen elsewhere."""
+        self.socket.settimeout(SEND_S)
+        with contextlib.suppress(OSError):
+            self.socket.sendall(pack(record))
+        with contextlib.suppress(OSError):
+            self.socket.setblocking(False)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One thing that happened: a record of a link, the end of a link (`record` is None), or a watched process' end."""
+
+    link: Link | None = None
+    record: dict[str, Any] | None = None
+    watched: object = None
+    problem: str = ""
+
+
+class Hub:
+    """Listens at `path`. `poll` returns what happened, in the order of arrival on each link."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.links: list[Link] = []
+        self._selector = selectors.DefaultSelector()
+        self._server = listen(path)
+        self._selector.register(self._server, selectors.EVENT_READ, "server")
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
+
+    def watch(self, pidfd: int, what: object) -> None:
+        """`what` comes back from `poll` once, when the process behind the descriptor ends."""
+        self._selector.register(pidfd, selectors.EVENT_READ, ("pid", pidfd, what))
+
+    def wake(self) -> None:
+        """Ends a running `poll`; safe in a signal handler."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake_write.send(b"!")
+
+    def poll(self, timeout_s: float) -> list[Heard]:
+        """Waits for something to happen. The end of a process comes after everything that it said."""
+        ended: list[object] = []
+        heard: list[Heard] = []
+        for key, _ in self._selector.select(max(0.0, timeout_s)):
+            if key.data == "server":
+                self._accept()
+            elif key.data == "wake":
+                self._wake_read.recv(4096)
+            elif isinstance(key.data, Link):
+                heard += self._read(key.data)
+            else:
+                _, pidfd, what = key.data
+                self._selector.unregister(pidfd)
+                ended.append(what)
+        if ended:  # what an ended process sent before, even on a connection that nobody has accepted yet
+            self._accept()
+            for link in list(self.links):
+                heard += self._read(link)
+        return heard + [Heard(watched=what) for what in ended]
+
+    def close(self) -> None:
+        for link in list(self.links):
+            self._forget(link)
+        self._selector.close()
+        for end in (self._server, self._wake_read, self._wake_write):
+            end.close()
+        self.path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except BlockingIOError:
+                return
+            connection.setblocking(False)
+            link = Link(connection)
+            self.links.append(link)
+            self._selector.register(connection, selectors.EVENT_READ, link)
+
+    def _read(self, link: Link) -> list[Heard]:
+        heard: list[Heard] = []
+        while True:
+            try:
+                data = link.socket.recv(1 << 16)
+            except BlockingIOError:
+                return heard
+            except OSError:
+                data = b""
+            if not data:
+                self._forget(link)
+                return [*heard, Heard(link)]
+            try:
+                heard += [Heard(link, record) for record in link.frames.feed(data)]
+            except WireError as error:
+                self._forget(link)
+                return [*heard, Heard(link, problem=error.message)]
+
+    def _forget(self, link: Link) -> None:
+        if link in self.links:
+            self.links.remove(link)
+            self._selector.unregister(link.socket)
+            link.socket.close()
+
+
+@dataclass
+class Wishes:
+    """Signals that arrived: `names` in order, those that mean the same wish taken once."""
+
+    names: list[str] = field(default_factory=list)
+    last: float = -1e9
+
+
+@contextlib.contextmanager
+def signals_into(hub: Hub) -> Iterator[Wishes]:
+    """SIGTERM and SIGINT are noted and wake the hub, instead of ending the process. Outside the main thread, where
+    Python can't take signals, nothing is noted."""
+    wishes = Wishes()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - wishes.last >= _SAME_SIGNAL_S:
+            wishes.names.append(signal.Signals(number).name)
+            wishes.last = now
+        hub.wake()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield wishes
+        return
+    before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # the terminal went away; nohup has it ignored already
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, note)
+    try:
+        yield wishes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,99 @@
+"""What a run leaves behind and shows: the records of its processes go to the files, the screen and TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from bessemer.keep.progress import Printer, event_line
+from bessemer.keep.records import RecordWriter
+from bessemer.keep.run_folder import RunFolder
+from bessemer.keep.tensorboard import BoardWriter
+
+__all__ = ["Journal"]
+
+_ENDS = ("finished", "stopped", "failed")
+_DURABLE = (*_ENDS, "saved", "rank_lost", "stop_requested")
+
+
+class Journal:
+    """The one writer of metrics.jsonl and events.jsonl, in the process that holds the run folder's lock.
+
+    `step` is the last committed step, `saved` step and path of the newest durable checkpoint that this run knows.
+    When a line can't be written (`broken` says why), nothing more is: a file with a hole would lie.
+    """
+
+    def __init__(self, folder: RunFolder, printer: Printer) -> None:
+        self.folder, self.printer = folder, printer
+        self.step = 0
+        self.end = ""
+        self.broken = ""
+        self._loaded = False
+        self._board = BoardWriter(folder.path / "tensorboard") if folder.job.run.tensorboard else None
+        self._metrics = RecordWriter(folder.metrics_file)
+        self._events = RecordWriter(folder.events_file)
+        printer.open()
+
+    def metric(self, record: Mapping[str, Any]) -> None:
+        self._write(self._metrics, record)
+        self.step = int(record.get("step", self.step))
+        self.printer.metric(record)
+        if self._board is not None:
+            self._board.metric(record)
+
+    def event(self, name: str, /, **fields: Any) -> None:
+        """A line of events.jsonl; `t` is now unless the record brings it. The first `loaded` cuts the metrics back."""
+        record = {"t": fields.pop("t", time.time()), "event": name, **fields}
+        if name == "loaded" and not self._loaded:
+            self._loaded = True
+            self._go_on_from(int(record.get("step") or 0))
+        if name in _ENDS:
+            self.end = name
+        self._write(self._events, record)
+        if name in _DURABLE:
+            self._sync()
+        shown = event_line(record)
+        if shown is not None:
+            self.printer.line(*shown)
+
+    def close(self) -> None:
+        for writer in (self._metrics, self._events):
+            try:
+                writer.close()
+            except OSError as error:
+                self._note_broken(error)
+        if self._board is not None:
+            self._board.close()
+        self.printer.close()
+
+    def _go_on_from(self, step: int) -> None:
+        """Drops metrics after `step`: those steps are done again. TensorBoard is told the same."""
+        self.step = step
+        self._metrics.close()
+        dropped = self.folder.cut_metrics(step)
+        self._metrics = RecordWriter(self.folder.metrics_file)
+        if dropped:
+            self.printer.line("resumed", f"{dropped} steps after step {step} were not saved and are done again", "cyan")
+        if self._board is not None:
+            self._board.resume(step)
+
+    def _write(self, writer: RecordWriter, record: Mapping[str, Any]) -> None:
+        if self.broken:
+            return
+        try:
+            writer.write(record)
+        except OSError as error:
+            self._note_broken(error)
+
+    def _sync(self) -> None:
+        try:
+            self._metrics.sync()
+            self._events.sync()
+        except OSError as error:
+            self._note_broken(error)
+
+    def _note_broken(self, error: OSError) -> None:
+        if not self.broken:
+            self.broken = f"records of {self.folder.path} can't be written: {error.strerror or error}"
+            self.printer.line("warning", self.broken, "red")

@@ -1,0 +1,131 @@
+"""Starting, watching and ending child processes so that none outlives its parent. Linux only (pidfd, PDEATHSIG)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+__all__ = ["Child", "exit_text", "usable_cores"]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_TAIL_BYTES = 16384
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass
+class Child:
+    """A child in a session of its own: Ctrl-C at the terminal doesn't reach it, SIGKILL of its parent does.
+
+    `dies_with_parent` is off for the vault, which finishes its write first and sees its parent's end by itself.
+    """
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    log: Path | None = None  # stdout and stderr are appended here; None: shared with the parent
+    dies_with_parent: bool = True
+    pass_fds: tuple[int, ...] = ()
+    pidfd: int = -1
+    _log_start: int = 0
+    _process: subprocess.Popen[bytes] = field(init=False, repr=False)
+
+    def start(self) -> None:
+        """Raises FileNotFoundError or PermissionError when the command can't be run."""
+        output: IO[bytes] | None = None
+        if self.log is not None:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            output = self.log.open("ab")
+            self._log_start = output.seek(0, os.SEEK_END)
+        try:
+            self._process = subprocess.Popen(
+                list(self.command),
+                env=dict(self.env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output is not None else None,
+                start_new_session=True,
+                pass_fds=self.pass_fds,
+                preexec_fn=_die_with(os.getpid()) if self.dies_with_parent else None,  # noqa: PLW1509 - two syscalls
+            )
+        finally:
+            if output is not None:
+                output.close()
+        self.pidfd = os.pidfd_open(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        code = self._process.poll()
+        if code is not None and self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+        return code
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, or None when it still runs after `timeout_s`."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        return self.exit_code()
+
+    def signal(self, number: int) -> None:
+        """To the process alone; nothing happens when it has ended."""
+        if self.exit_code() is None:
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill_session(self) -> None:
+        """SIGKILL to the process and to whatever it started in its session. Safe only while it is not reaped."""
+        if self._process.returncode is None:  # not polled here, since that would reap it
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def tail(self, lines: int = 20) -> list[str]:
+        """The last lines that it wrote to its log since `start`."""
+        if self.log is None or not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        return text.rstrip().splitlines()[-lines:]
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """For preexec_fn: the kernel sends SIGKILL when the parent ends, even by kill -9."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def set_up() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the call: nobody would ever send the signal
+            os._exit(1)
+
+    return set_up
+
+
+def exit_text(code: int) -> str:
+    """How a process ended, in words; for a signal its name and what usually sends it."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    why = {
+        "SIGKILL": "; often the kernel's out-of-memory killer: see `dmesg | tail`",
+        "SIGBUS": "; often a full /dev/shm or disk behind mapped memory",
+        "SIGSEGV": "; a crash in native code",
+        "SIGILL": "; an instruction that this CPU lacks",
+    }.get(name, "")
+    return f"was killed by {name}{why}"

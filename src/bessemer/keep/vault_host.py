@@ -1,0 +1,78 @@
+"""The vault as its agent sees it: started first, told to finish last, never killed while it writes.
+
+SIGTERM, or its parent's end, means that nobody will save any more once the ranks are gone: it finishes its writes and
+ends. It inherits the run folder's lock, so that no new run starts beside its last write.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bessemer.core.errors import PeerLost
+from bessemer.keep.hub import Hub
+from bessemer.keep.process import Child, exit_text
+from bessemer.keep.run_folder import RunFolder
+
+__all__ = ["VaultHost"]
+
+START_S = 60.0
+"""The vault opens its socket within about a second; a loaded machine gets some more."""
+
+
+class VaultHost:
+    """`child` is None before `start` and without a command. `exit_code` is set when it was reaped."""
+
+    def __init__(self, command: Sequence[str] | None, folder: RunFolder, place: Path, lock: int | None) -> None:
+        self.socket = place / "vault"
+        self.log = folder.path / "logs" / "vault.log"
+        self.child: Child | None = None
+        self.exit_code: int | None = None
+        self._folder, self._command = folder, command
+        self._lock = () if lock is None else (lock,)
+
+    @property
+    def running(self) -> bool:
+        return self.child is not None and self.exit_code is None
+
+    def environment(self) -> dict[str, str]:
+        """What a rank needs to find the vault."""
+        return {} if self._command is None else {"BESSEMER_VAULT": str(self.socket)}
+
+    def start(self, hub: Hub) -> None:
+        """Starts the vault and waits until its socket is there, so that no rank looks for it in vain."""
+        if self._command is None:
+            return
+        keep = self._folder.job.keep
+        command = [*self._command, "--socket", str(self.socket), "--folder", str(self._folder.checkpoints)]
+        command += ["--parent", str(os.getpid()), "--keep-last", str(keep.keep_last)]
+        command += ["--keep-every", str(keep.keep_every)]
+        self.child = Child(command, os.environ, self.log, dies_with_parent=False, pass_fds=self._lock)
+        self.child.start()
+        hub.watch(self.child.pidfd, self)
+        deadline = time.monotonic() + START_S
+        while not self.socket.exists():
+            code = self.child.exit_code()
+            if code is not None or time.monotonic() > deadline:
+                how = f"opened no socket within {START_S:g} s" if code is None else exit_text(code)
+                tail = "".join(f"\n    | {line}" for line in self.child.tail())
+                raise PeerLost(f"the vault {how}\n  log: {self.log}{tail}", code="vault-lost")
+            time.sleep(0.01)
+
+    def finish(self) -> None:
+        """Tells it that nobody will save any more."""
+        if self.child is not None:
+            self.child.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.child is not None:
+            self.child.kill_session()
+
+    def reap(self) -> int:
+        """The exit code, once the hub has seen its end."""
+        assert self.child is not None
+        self.exit_code = self.child.wait(5.0) or 0
+        return self.exit_code
