@@ -27,7 +27,7 @@ __all__ = ["Attention", "Block", "Cache", "Decoder", "FeedForward"]
 class Cache(Protocol):
     """What attention asks of a key/value cache (`infer/cache.py`)."""
 
-    positions_BS: Tensor  # of the tokens of this call, int64
+    positions: Tensor  # [B, S] of the tokens of this call, int64
     length: int  # positions that exist after this call: the rotation tables' size
 
     def attend(self, layer: int, window: int | None, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
 
     def _hidden(self, tokens_BS: Tensor, segments_BS: Tensor | None, cache: Cache | None) -> Tensor:
         batch, seq = tokens_BS.shape
-        positions = None if cache is None else cache.positions_BS
+        positions = None if cache is None else cache.positions
         length = seq if cache is None else cache.length
         if length > self.spec.max_positions and self.pos_embed is not None:
             raise ValueError(f"{length} tokens in a sequence, but the model has {self.spec.max_positions} positions")
