@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["ledger_table"]
 
 MEANING = {
-    "generality": "path peaks: fallbacks, higher precision",
-    "effective_compute": "rate inside the kernels",
-    "node_efficiency": "kernel time of the step: launches, memory-bound work",
-    "cluster_efficiency": "one-node step over this step: waiting across nodes",
-    "stability": "committed steps of the wall-clock time",
+    "generality": "fallbacks, slower paths",
+    "effective_compute": "rate in the kernels",
+    "node_efficiency": "kernels' share of a step",
+    "cluster_efficiency": "one-node step over step",
+    "stability": "steps' share of the time",
 }
 
 
@@ -29,11 +29,10 @@ def ledger_table(ledger: Ledger) -> Group:
     """Factors, what each cost, what stability lost by cause, and the figures they rest on."""
     parts: list[Table | Text] = [Text(f"ledger of {ledger.run}", style="bold"), _factors(ledger)]
     worst = max(
-        ((f.lost_s, name) for name, f in ledger.factors.items() if f.lost_s is not None and f.lost_s > 0),
-        default=None,
+        ((f.lost_s, name) for name, f in ledger.factors.items() if f.lost_s is not None),
+        default=(0.0, ""),
     )
-    if worst is not None:
-        share = worst[0] / ledger.wall.wall_s
+    if ledger.wall.wall_s and (share := worst[0] / ledger.wall.wall_s) >= 0.001:
         parts.append(Text(f"lost most: {worst[1]}, {format_seconds(worst[0])} ({share:.1%} of the wall-clock time)"))
     parts.append(Text(_figures(ledger)))
     parts += [Text(f"note: {note}", style="dim") for note in ledger.notes]
@@ -51,7 +50,7 @@ def _factors(ledger: Ledger) -> Table:
             for cause, seconds in ledger.wall.lost_s.items():
                 if seconds >= 0.0005:
                     table.add_row("", "", "", format_seconds(seconds), "  " + CAUSES[cause], style="dim")
-    what = "useful FLOPs of wall-clock time x peak" if ledger.total.value is not None else ledger.total.reason
+    what = "F / (wall x P)" if ledger.total.value is not None else ledger.total.reason
     table.add_row("yield", *_cells(ledger.total), what, style="bold")
     return table
 
