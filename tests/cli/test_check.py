@@ -27,11 +27,11 @@ EXPECTED: dict[str, set[tuple[str, str]]] = {
         ("not-runnable", "layout.schedule"),
         ("ignored-setting", "layout.schedule"),
     },
-    "corpus": {("corpus-missing", "data.paths")},
+    "corpus": {("paths-empty", "data.paths")},
     "experts": {
         ("ep-experts", "layout.ep"),
         ("not-runnable", "layout.ep"),
-        ("family-not-built", "model.family"),
+        ("not-runnable", "model.family"),
     },
     "family": {("model-family", "model.family")},
     "five": {

@@ -197,6 +197,7 @@ def test_section_fields_are_those_of_the_job() -> None:
     assert fields["model"] == ("preset", "hf", "family", "weights")
 
 
+KEYS = {key for keys in section_fields().values() for key in keys}
 _texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 _values = st.recursive(
     st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False, allow_infinity=False) | _texts,
@@ -204,7 +205,7 @@ _values = st.recursive(
     max_leaves=6,
 )
 _extras = st.dictionaries(
-    _texts.filter(lambda k: k and k not in ModelSection.model_fields and k not in dir(ModelSection)),
+    _texts.filter(lambda k: k and k not in KEYS and k not in dir(ModelSection)),
     _values,
     max_size=4,
 )

@@ -18,7 +18,9 @@ from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, render
 from bessemer.core.resolve import resolve_model
 from bessemer.core.units import format_bytes, format_count, format_rate
+from bessemer.data import problems as data
 from bessemer.keep import problems as keep
+from bessemer.models import problems as models
 from bessemer.parallel import problems as parallel
 from bessemer.train import problems as train
 
@@ -28,11 +30,13 @@ T = TypeVar("T")
 
 ROOMS: tuple[Callable[[Job, ModelSpec | None, Machine | None], list[Problem]], ...] = (
     core.problems,
+    models.problems,
     parallel.problems,
+    data.problems,
     train.problems,
     keep.problems,
 )
-"""The checks that go as far as they can where the model or the machine couldn't be read."""
+"""Every room's checks; they go as far as they can where the model or the machine couldn't be read (None)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,11 +173,11 @@ def _ulysses(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
 def _experts(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
     moe, ep, etp = spec.moe, layout.ep, layout.etp
     if moe is None:
-        for name, degree in (("ep", ep), ("etp", etp)):
+        for name, code, degree in (("ep", "ep-no-experts", ep), ("etp", "etp-no-experts", etp)):
             if degree > 1:
                 what = f"{name} = {degree} shares out experts, and this model ({spec.family}) has none"
                 why = "only mixture-of-experts models have experts"
-                yield _problem(f"{name}-no-experts", name, what, why=why, fix=f"layout.{name} = 1")
+                yield _problem(code, name, what, why=why, fix=f"layout.{name} = 1")
         return
     if moe.num_experts % ep:
         what = f"ep = {ep} cannot share {moe.num_experts} experts"
