@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -16,7 +17,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "bessemer.train.assembly"]
+PRELOAD = [
+    "pytest",
+    "torch._dynamo",  # torch loads these at the first optimizer or FSDP step: 1.5 s a rank
+    "torch._inductor",
+    "torch.onnx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "bessemer.train.assembly",
+    "bessemer.core.hf_config",
+]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -71,5 +82,4 @@ def _rank(rank: int, world_size: int, store: str, writer: Connection, function: 
         writer.send((True, function(rank, world_size, *args)))
     except BaseException:
         writer.send((False, f"rank {rank} of {world_size}:\n{traceback.format_exc()}"))
-    writer.close()
-    os._exit(0)  # a stuck process group would hold up an orderly exit
+    signal.pause()  # the parent ends all ranks together: one that left early could break another's last exchange
