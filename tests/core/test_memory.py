@@ -7,7 +7,9 @@ from bessemer.core.job import Job
 from bessemer.core.machine import load_machine
 from bessemer.core.memory import job_bytes, memory_lines, memory_problem
 from bessemer.core.presets import preset
-from bessemer.core.resolve import resolve_model
+from bessemer.core.resolve import DEFAULT_CONFIG, resolve_model
+
+DEFAULT = {"family": "llama", **{key: value for key, value in DEFAULT_CONFIG.items() if key != "model_type"}}
 
 
 def job(**sections):
@@ -23,7 +25,6 @@ def test_state_of_one_process_is_counted_tensor_by_tensor():
     assert lines["optimizer"] == 8 * params
     assert lines["checkpoint_copy"] == 12 * params
     assert "gradient_sum" not in lines
-    assert "low_precision_weights" not in lines
 
 
 def test_muon_keeps_one_moment_of_the_hidden_matrices():
@@ -65,8 +66,37 @@ def test_activations_grow_with_the_micro_batch_and_layers():
 def test_activations_of_a_layer_by_hand():
     plain = job(precision={"recipe": "fp32"}, train={"micro_batch": 1}, data={"seq_len": 16})
     spec = resolve_model(plain.model)  # D 256, 8 heads and 4 key/value heads of 32, F 768
-    layer = 4 * 256 + (2 * 256 + 2 * 128) + 3 * 768
-    assert memory_lines(plain, spec)["activations"] == 4 * 16 * (6 * layer + 2 * 256) + 4 * 16 * 6 * 8
+    stream = 2 * (4 + 4) * 256  # both norms: their input, and their output in the compute type
+    inner = 4 * ((256 + 2 * 128) + 256 + 3 * 768)  # q, k, v; attention output; gate, up and their product
+    assert memory_lines(plain, spec)["activations"] == 16 * (6 * (stream + inner + 4 * 8) + 256 * 12)
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_key_value_heads": 8, "intermediate_size": 1024}, {"family": "qwen3"}])
+def test_activations_are_what_the_decoder_saves(keys):
+    """Bytes of all tensors that autograd holds between forward and backward, parameters left out."""
+    torch = pytest.importorskip("torch")
+    from bessemer.models.build import build
+
+    plain = job(train={"micro_batch": 2, "global_batch": 2}, model={**DEFAULT, **keys})
+    spec = resolve_model(plain.model)
+    model = build(spec, seed=0, compute_dtype=torch.bfloat16)
+    tokens = torch.randint(0, spec.vocab_size, (2, 256))
+    params = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held = {}
+
+    def walk(node, seen):
+        if node is None or node in seen:
+            return
+        seen.add(node)
+        for tensor in getattr(node, "saved_tensors", ()):
+            if tensor is not None and tensor.untyped_storage().data_ptr() not in params:
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        for following, _ in node.next_functions:
+            walk(following, seen)
+
+    loss, _ = model(tokens, tokens)
+    walk(loss.grad_fn, set())
+    assert memory_lines(plain, spec)["activations"] == pytest.approx(sum(held.values()), rel=0.03)
 
 
 def test_published_llama_70b_state_on_eight_ranks():

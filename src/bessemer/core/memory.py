@@ -3,9 +3,10 @@
     lines = memory_lines(job, spec)          # {"parameters": ..., "gradients": ..., ...}
     problem = memory_problem(job, spec, machine)
 
-What the trainer holds is counted tensor by tensor; activations are those that backward reads when nothing is
-recomputed and attention is fused (no S x S scores). Left out: the allocator's slack, and communication buffers of
-the library. For a pipeline the fullest stage is given.
+What the trainer holds is counted tensor by tensor; activations are those that its operators save for backward,
+nothing recomputed and attention fused (no S x S scores). Left out: the allocator's slack, and communication buffers
+of the library: the measured peak of a CPU process was 3 to 29 % above the estimate (docs/log.md). For a pipeline the
+fullest stage is given.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ __all__ = ["job_bytes", "memory_lines", "memory_problem"]
 
 MASTER_BYTES = 4
 """Master parameters, gradients and optimizer state are fp32 under every recipe."""
-LOGIT_CHUNK_TOKENS = 1024
-"""The loss takes logits of at most this many tokens at a time."""
+LOGIT_CHUNK_BYTES = 16 << 20
+"""The loss holds logits of at most this size at a time (`ops.cross_entropy`)."""
 PROCESS_BYTES = 264 << 20
 """Resident memory of a process that has imported torch 2.13 with its distributed part (CPU wheel, Linux; measured)."""
 
@@ -36,11 +37,12 @@ def memory_lines(job: Job, spec: ModelSpec) -> dict[str, int]:
 
     process: the interpreter with torch.  parameters: fp32 masters.  gradients.  gradient_sum: the copy that is summed
     over replicas.  optimizer.  gathered_parameters: what sharded data parallelism holds whole besides its shard.
-    low_precision_weights: the matrices cast for the matrix products.  activations.  logits.  checkpoint_copy: this
+    activations: saved for backward.  working: the largest matrix in the compute type and the gradients of one layer's
+    activations.  logits: a chunk of them, and the head's gradient, which waits for backward.  checkpoint_copy: this
     rank's part of the state, copied for writing; it lies in the host's memory.
     """
     stage = max(_stages(job, spec), key=lambda s: s.parameters)
-    params, matrices, shard = stage.parameters, stage.matrices, job.shard
+    params, shard = stage.parameters, job.shard
     kind = job.layout.dp_shard if shard > 1 else "none"
     replicated_sum = job.replicas > 1 and kind == "none"
     state = _optimizer_bytes(job, stage)
@@ -49,7 +51,6 @@ def memory_lines(job: Job, spec: ModelSpec) -> dict[str, int]:
         gathered = params
     elif kind == "full":
         gathered = min(2 * stage.largest_block, params)  # the block at work, and the next one on its way
-    compute_bytes = 4 if RECIPES[job.precision.recipe].compute == "fp32" else 2
     lines = {
         "process": PROCESS_BYTES,
         "parameters": MASTER_BYTES * params // (1 if kind == "none" else shard),
@@ -57,8 +58,8 @@ def memory_lines(job: Job, spec: ModelSpec) -> dict[str, int]:
         "gradient_sum": MASTER_BYTES * params if replicated_sum else 0,
         "optimizer": state // (1 if kind == "none" else shard),
         "gathered_parameters": MASTER_BYTES * gathered,
-        "low_precision_weights": 0 if compute_bytes == 4 else compute_bytes * matrices,
-        "activations": stage.activation_elements * compute_bytes + stage.activation_bytes,
+        "activations": stage.activation_bytes,
+        "working": stage.working_bytes,
         "logits": stage.logit_bytes,
         "checkpoint_copy": math.ceil((MASTER_BYTES * params + state) / job.layout.dp),
     }
@@ -113,15 +114,17 @@ class _Stage:
         if last and spec.mtp_layers:
             self.parameters += parameter_counts(spec).mtp // layout.tp
         self.hidden_matrices = sum(blocks) - sum(c.norms for c in counts)
-        # The embedding is looked up, not multiplied; a head is multiplied whether it is tied or not.
-        self.matrices = self.hidden_matrices + (table if last else 0)
+        compute = _compute_bytes(job)
         tokens = math.ceil(job.train.micro_batch * job.data.seq_len / layout.cp)
         in_flight = min(layout.pp, max(job.train.global_batch // (job.train.micro_batch * layout.dp), 1))
-        per_token = sum(_layer_activations(spec, layer, job) for layer in layers)
-        self.activation_elements = math.ceil(in_flight * tokens * (per_token + (2 * spec.hidden_size if last else 0)))
-        self.activation_bytes = in_flight * tokens * len(layers) * 4 * spec.num_heads // layout.tp  # log-sum-exp, fp32
-        chunk = min(tokens, LOGIT_CHUNK_TOKENS)
-        self.logit_bytes = 2 * 4 * chunk * spec.vocab_size // layout.tp if last else 0  # logits and their gradient
+        per_layer = [_saved_bytes(spec, layer, job) for layer in layers]
+        final = spec.hidden_size * (MASTER_BYTES + 2 * compute) if last else 0  # the sum, its norm, and its gradient
+        self.activation_bytes = math.ceil(in_flight * tokens * (sum(per_layer) + final))
+        widest = max(table if last else 0, _widest_matrix(spec) // layout.tp)
+        cast = compute * widest if compute < MASTER_BYTES else 0
+        self.working_bytes = math.ceil(cast + tokens * max(per_layer, default=0))
+        chunk = min(LOGIT_CHUNK_BYTES, compute * tokens * spec.vocab_size)
+        self.logit_bytes = chunk // layout.tp + MASTER_BYTES * table if last else 0
 
 
 def _stages(job: Job, spec: ModelSpec) -> Iterator[_Stage]:
@@ -146,12 +149,28 @@ def _optimizer_bytes(job: Job, stage: _Stage) -> int:
     return MASTER_BYTES * (2 * (stage.parameters - muon) + muon)
 
 
-def _layer_activations(spec: ModelSpec, layer: int, job: Job) -> float:
-    """Elements that backward reads, per token: inputs of norms and matrices, q, k, v, attention output, gate and up."""
-    hidden, mla, moe = spec.hidden_size, spec.mla, spec.moe
+def _compute_bytes(job: Job) -> int:
+    return 4 if RECIPES[job.precision.recipe].compute == "fp32" else 2
+
+
+def _widest_matrix(spec: ModelSpec) -> int:
+    """Elements of the largest packed projection of a layer: gate and up, or query, key and value."""
+    if spec.mla is not None:
+        return spec.hidden_size * 2 * spec.ffn_size
+    packed = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return spec.hidden_size * max(packed, (2 if spec.gated else 1) * spec.ffn_size)
+
+
+def _saved_bytes(spec: ModelSpec, layer: int, job: Job) -> float:
+    """Bytes that one layer saves for backward, per token.
+
+    The residual stream is fp32 and is saved by both norms; their outputs, q, k, v (once more before the qk-norm),
+    the attention output, gate and up and their product are in the compute type; log-sum-exp is fp32 for each head.
+    """
+    hidden, heads, mla, moe, tp = spec.hidden_size, spec.num_heads, spec.mla, spec.moe, job.layout.tp
     value_dim = spec.head_dim if mla is None else mla.v_head_dim
-    kv = spec.num_kv_heads * (spec.head_dim + value_dim)
-    inner = spec.num_heads * (spec.head_dim + value_dim) + kv
+    qkv = heads * spec.head_dim + spec.num_kv_heads * (spec.head_dim + value_dim)
+    inner = qkv * (2 if spec.qk_norm else 1) + heads * value_dim
     if mla is not None:
         inner += 2 * (mla.kv_lora_rank + (mla.q_lora_rank or 0))
     per_width = 3 if spec.gated else 2
@@ -159,8 +178,9 @@ def _layer_activations(spec: ModelSpec, layer: int, job: Job) -> float:
         inner += moe.top_k * (hidden + per_width * moe.expert_ffn_size) + per_width * moe.shared_ffn_size
     else:
         inner += per_width * spec.ffn_size
-    outer = 4 * hidden  # inputs and outputs of both norms
-    return outer / (job.layout.tp if job.layout.sequence_parallel else 1) + inner / job.layout.tp
+    compute = _compute_bytes(job)
+    outer = 2 * hidden * (MASTER_BYTES + compute)
+    return outer / (tp if job.layout.sequence_parallel else 1) + (compute * inner + 4 * heads) / tp
 
 
 def _fixes(job: Job, spec: ModelSpec, machine: Machine, limit: int) -> list[str]:
