@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from bessemer import ops
 from bessemer.models.build import build
-from bessemer.models.canonical import state
+from bessemer.models.canonical import pieces, state
 from bessemer.models.hf import export_hf, import_hf
 from bessemer.models.hf_names import hf_tensors
 
@@ -36,7 +36,7 @@ def test_logits_and_gradients_equal_transformers(pair, path):
         loss.backward()
     assert weight.item() == labels.numel()
     grads = {k: v.grad for k, v in theirs.named_parameters()}
-    mine = {name: p for name, p in _gradients(ours)}
+    mine = dict(_gradients(ours))
     scale = torch.stack([g.norm() for g in grads.values()]).norm() / sum(g.numel() for g in grads.values()) ** 0.5
     checked = 0
     for tensor in hf_tensors(ours.spec):
@@ -49,8 +49,6 @@ def test_logits_and_gradients_equal_transformers(pair, path):
 
 
 def _gradients(model):
-    from bessemer.models.canonical import pieces
-
     parameters = dict(model.named_parameters())
     for p in pieces(model):
         yield p.name, parameters[p.param].grad[p.row : p.row + p.rows]
