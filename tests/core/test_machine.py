@@ -25,15 +25,15 @@ def cache(tmp_path):
     return str(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", DESIGN)
+@pytest.mark.parametrize("name", machine_names())
 def test_each_named_machine_loads_and_survives_toml(name, cache):
     machine = load_machine(name, cache=cache)
     assert machine.name == name
     assert Machine.from_toml(machine.to_toml(), "text") == machine
 
 
-def test_names_are_those_of_the_design():
-    assert sorted(DESIGN) == list(machine_names())
+def test_the_names_of_the_design_are_there():
+    assert set(DESIGN) <= set(machine_names())
 
 
 def test_published_figures_have_the_right_unit():
@@ -54,7 +54,7 @@ def test_what_no_source_gives_is_absent():
 
 
 def test_every_figure_has_an_origin():
-    for name in DESIGN:
+    for name in machine_names():
         machine = load_machine(name)
         assert set(machine.origins) <= {*Machine.model_fields, *(f"peak_flops_per_s.{d}" for d in DTYPES)}
     assert load_machine("gb200").origin_of("peak_flops_per_s.bf16").source.startswith("github.com/NVIDIA")
