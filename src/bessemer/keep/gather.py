@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from bessemer.core.errors import CheckpointError
 from bessemer.keep.manifest import MANIFEST, Manifest, StoredFile, seal, slice_from_json, step_folder, unseal
 from bessemer.keep.writer import Shards, WriteOptions, aside_folder, write_sealed
 
-__all__ = ["report_failure", "wait_for_manifest", "wait_for_parts", "write_part"]
+__all__ = ["give_up", "wait_for_manifest", "wait_for_parts", "write_part"]
 
 _LOOK_S = 0.05
 _SETTLE_S = 2.0  # a network file system may show a rename's two sides at different times
@@ -35,10 +35,15 @@ def write_part(aside: Path, shards: Mapping[int, Shards], options: WriteOptions)
     write_sealed(aside / f"part-{min(shards)}.json", seal(body), options)
 
 
-def report_failure(aside: Path, rank: int, message: str) -> None:
-    """Tell the other hosts; if even that can't be written they find out when their patience ends."""
+def give_up(aside: Path, ranks: Collection[int], message: str) -> None:
+    """Remove the shards of these ranks and tell the other hosts by a mark; where even that can't be written they find
+    out when their patience ends."""
     with contextlib.suppress(OSError):
-        (aside / f"failed-{rank}.json").write_text(json.dumps({"message": message}))
+        for rank in ranks:
+            for path in (*aside.glob(f"rank-{rank}.safetensors"), *aside.glob(f"rank-{rank}-*.safetensors")):
+                path.unlink()
+        aside.mkdir(exist_ok=True)
+        (aside / f"failed-{min(ranks)}.json").write_text(json.dumps({"message": message}))
 
 
 def wait_for_parts(aside: Path, world_size: int, timeout_s: float) -> Shards:

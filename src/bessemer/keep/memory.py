@@ -135,7 +135,7 @@ class Memory:
             return cls(descriptor, geometry, mmap.mmap(descriptor, geometry.total_bytes, flags=mmap.MAP_SHARED))
         except OSError as error:
             os.close(descriptor)
-            raise _no_memory(geometry.total_bytes, free) from error
+            raise _no_memory(geometry.total_bytes, free, error.strerror or "") from error
 
     @classmethod
     def attach(cls, descriptor: int, geometry: Geometry) -> Self:
@@ -247,8 +247,9 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _no_memory(needed: int, free: int | None) -> CheckpointError:
+def _no_memory(needed: int, free: int | None, reason: str = "") -> CheckpointError:
     has = f"; {free:,} are available" if free is not None else ""
+    has += f" ({reason})" if reason else ""
     return CheckpointError(
         f"two memory copies of this rank's state need {needed:,} bytes{has}",
         code="no-memory",

@@ -63,7 +63,7 @@ class Vault:
             folder=given.run / "checkpoints",
             retention=Retention(given.keep_last, given.keep_every),
             write=WriteOptions(given.token or own_token(), given.shard_bytes, fault=fault),
-            send=self._send_to_rank,
+            send=self._send_to,
             parts_timeout_s=given.parts_timeout,
         )
         self._steps = Steps(self.options)
@@ -158,11 +158,12 @@ class Vault:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.out else 0)
             self._selector.modify(client.link, events, client)
 
-    def _send_to_rank(self, rank: int, message: dict[str, Any]) -> bool:
-        client = self._clients.get(rank)
-        if client is not None:
-            self._send(client, message)
-        return client is not None
+    def _send_to(self, seat: Seat, message: dict[str, Any]) -> bool:
+        client = self._clients.get(seat.rank)
+        if client is None or client.seat is not seat:
+            return False
+        self._send(client, message)
+        return True
 
     def _part_from(self, client: _Client) -> None:
         self._selector.unregister(client.link)
@@ -181,7 +182,7 @@ class Vault:
         elif seat is None:
             raise ValueError(f"{op!r} before hello")
         elif op == "reserve":
-            self._reserve(client, seat.rank, message)
+            self._reserve(client, seat, message)
         elif op == "save":
             self._steps.hand_in(seat, self._copies[seat.rank], int(message["step"]), int(message["generation"]))
         else:
@@ -201,12 +202,13 @@ class Vault:
         self._clients[seat.rank] = client
         self._send(client, {"op": "welcome"})
 
-    def _reserve(self, client: _Client, rank: int, message: dict[str, Any]) -> None:
+    def _reserve(self, client: _Client, seat: Seat, message: dict[str, Any]) -> None:
         wanted = Geometry(*(int(message[key]) for key in ("layout_bytes", "meta_bytes", "data_bytes")))
-        copy = self._copies.get(rank)
+        copy = self._copies.get(seat.rank)
         if copy is None or not copy.memory.geometry.holds(wanted):
-            self._forget(rank)
-            copy = self._copies[rank] = MemoryCopy(Memory.create(wanted))
+            self._forget(seat.rank)
+            copy = self._copies[seat.rank] = MemoryCopy(Memory.create(wanted), seat)
+        copy.owner = seat
         reply = {"op": "memory", **asdict(copy.memory.geometry), "busy": sorted(copy.busy)}
         self._send(client, reply, copy.memory.descriptor)
 
@@ -214,6 +216,7 @@ class Vault:
         """Let go of a rank's memory; a write from it holds on to it until its end."""
         copy = self._copies.pop(rank, None)
         if copy is not None:
+            copy.owner = None
             copy.memory.close()
 
 

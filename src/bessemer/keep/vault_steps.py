@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.core.errors import CheckpointError
-from bessemer.keep.gather import report_failure, wait_for_manifest, wait_for_parts, write_part
+from bessemer.keep.gather import give_up, wait_for_manifest, wait_for_parts, write_part
 from bessemer.keep.manifest import Manifest
 from bessemer.keep.memory import GENERATIONS, Memory
 from bessemer.keep.retention import Retention
@@ -30,20 +30,9 @@ _WRITERS = 4  # more threads than that gain nothing on one disk
 _AGREE = ("step", "cursor", "seed", "job_hash", "identity", "data_fingerprint")  # meta that no two ranks may differ in
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """Where and how checkpoints are written. `send(rank, message)` tells a rank something, and says if it is there."""
-
-    folder: Path
-    retention: Retention
-    write: WriteOptions
-    send: Callable[[int, dict[str, Any]], bool]
-    parts_timeout_s: float = 600.0
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Seat:
-    """A rank, and how many there are in all and on this host."""
+    """A client's rank, and how many there are in all and on this host. A rank's next client has another seat."""
 
     rank: int
     world_size: int
@@ -52,10 +41,22 @@ class Seat:
 
 @dataclass
 class MemoryCopy:
-    """The memory of a rank, and which of its generations are being written."""
+    """The memory of a rank, which of its generations are being written, and the client that has it mapped now."""
 
     memory: Memory
+    owner: Seat | None
     busy: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Where and how checkpoints are written. `send(seat, message)` tells a client something; False if it is gone."""
+
+    folder: Path
+    retention: Retention
+    write: WriteOptions
+    send: Callable[[Seat, dict[str, Any]], bool]
+    parts_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class _Step:
     step: int
     world_size: int
     local_world_size: int
-    metas: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the ranks that have handed in
+    seats: dict[int, Seat] = field(default_factory=dict)  # by rank, of the clients that have handed in
+    metas: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
     shards: dict[int, Shards] = field(default_factory=dict)  # of the ranks whose part is durable
     running: int = 0  # jobs of it in the pool
     completing: bool = False
@@ -90,6 +92,7 @@ class Steps:
         self.wake, self._waker = socket.socketpair()
         self._steps: dict[int, _Step] = {}
         self._held: list[_HandIn] = []  # of a step that is still being written
+        self._given_up: set[int] = set()  # with other hosts: steps whose folder is still to be removed
         self._done: deque[Callable[[], None]] = deque()
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="write")
 
@@ -99,6 +102,7 @@ class Steps:
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._clear_given_up(None)
         self.wake.close()
         self._waker.close()
 
@@ -133,17 +137,19 @@ class Steps:
             self._held.append(new)
             return
         _, meta, blocks = new.copy.memory.read(new.generation)
-        aside = aside_folder(self.options.folder, step, self.options.write.token)
+        aside = self._aside(step)
         if work is None:
             work = self._steps[step] = _Step(step, seat.world_size, seat.local_world_size)
             if seat.local_world_size == seat.world_size:  # with other hosts, they may be writing there already
                 shutil.rmtree(aside, ignore_errors=True)
+        work.seats[rank] = seat
         work.metas[rank] = meta
 
         def written(result: Shards | None) -> None:
             blocks.clear()
             new.copy.busy.discard(new.generation)
-            self.options.send(rank, {"op": "free", "generation": new.generation})
+            if new.copy.owner is not None:
+                self.options.send(new.copy.owner, {"op": "free", "generation": new.generation})
             if result is not None:
                 work.shards[rank] = result
 
@@ -203,7 +209,7 @@ class Steps:
         shards = [work.shards[rank] for rank in sorted(work.shards)]
         size = sum(s.nbytes for s in shards)
         if work.local_world_size < work.world_size:
-            aside = aside_folder(root, step, write.token)
+            aside = self._aside(step)
             write_part(aside, work.shards, write)
             if 0 not in work.shards:
                 return wait_for_manifest(root, step, work.shards, write, self.options.parts_timeout_s), [], size
@@ -217,17 +223,19 @@ class Steps:
         work.completing = False
         if result is not None:
             path, deleted, size = result
+            self._clear_given_up(work.step)
             seconds = time.monotonic() - work.start
             self._end(work, {"op": "saved", "path": str(path), "seconds": seconds, "bytes": size, "deleted": deleted})
 
     def _give_up(self, work: _Step) -> None:
         assert work.error is not None
-        aside = aside_folder(self.options.folder, work.step, self.options.write.token)
-        if 0 not in work.metas and work.local_world_size < work.world_size:
-            report_failure(aside, min(work.metas), work.error.message)  # the host of rank 0 clears up
-        else:
-            shutil.rmtree(aside, ignore_errors=True)
         e = work.error
+        if work.local_world_size == work.world_size:
+            shutil.rmtree(self._aside(work.step), ignore_errors=True)
+        else:
+            give_up(self._aside(work.step), work.metas, e.message)
+            if 0 in work.metas:
+                self._given_up.add(work.step)  # the folder stays a while, so that the other hosts see the mark in it
         told = self._end(
             work,
             {"op": "dropped"} if work.dropped else {"op": "failed", "code": e.code, "message": e.message, "fix": e.fix},
@@ -235,10 +243,19 @@ class Steps:
         if not told:
             say(f"step {work.step} was not saved: {e}")
 
+    def _aside(self, step: int) -> Path:
+        return aside_folder(self.options.folder, step, self.options.write.token)
+
+    def _clear_given_up(self, before: int | None) -> None:
+        """Remove folders of failed steps: once a later one is complete, every host has gone on from them."""
+        for step in [s for s in self._given_up if before is None or s < before]:
+            shutil.rmtree(self._aside(step), ignore_errors=True)
+            self._given_up.discard(step)
+
     def _end(self, work: _Step, message: dict[str, Any]) -> bool:
         """The end of a checkpoint, to the ranks that handed in; whether any of them is still there."""
         del self._steps[work.step]
-        told = [self.options.send(rank, {"step": work.step, **message}) for rank in work.metas]
+        told = [self.options.send(seat, {"step": work.step, **message}) for seat in work.seats.values()]
         held, self._held = self._held, []
         for new in held:
             self._begin(new)
