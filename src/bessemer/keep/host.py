@@ -8,6 +8,7 @@ write. Signals are left to the ranks: Slurm sends them to every process of a ste
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import socket
 import sys
@@ -48,8 +49,10 @@ class Services:
         self.ranks: dict[int, RankState] = {}
         (place / "agent").unlink(missing_ok=True)  # of a launch that was killed
         self.hub = Hub(place / "agent")
+        self._place = place
         self._inner = Path(tempfile.mkdtemp(prefix="v", dir=place))  # an earlier vault may still hold the old one
-        self._vault_command = (*(Options().vault or ()), "--token", token) if vault else None
+        token_flag = ("--token", token) if token else ()
+        self._vault_command = (*(Options().vault or ()), *token_flag) if vault else None
         self.vault: VaultHost | None = None
 
     def run(self) -> int:
@@ -72,6 +75,8 @@ class Services:
             self.hub.close()
             self.folder.unlock()
             shutil.rmtree(self._inner, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a next attempt may be in there already
+                self._place.rmdir()
 
     def _set_up(self) -> None:
         lock = None

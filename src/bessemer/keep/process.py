@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -26,13 +27,13 @@ def usable_cores() -> int:
 class Child:
     """A child in a session of its own: Ctrl-C at the terminal doesn't reach it, SIGKILL of its parent does.
 
-    `dies_with_parent` is off for the vault, which finishes its write first and sees its parent's end by itself.
+    Not so the vault: it finishes its write first, and sees its parent's end by that of the pipe that it reads.
     """
 
     command: Sequence[str]
     env: Mapping[str, str]
     log: Path | None = None  # stdout and stderr are appended here; None: shared with the parent
-    dies_with_parent: bool = True
+    is_vault: bool = False
     pass_fds: tuple[int, ...] = ()
     pidfd: int = -1
     _log_start: int = 0
@@ -49,12 +50,12 @@ class Child:
             self._process = subprocess.Popen(
                 list(self.command),
                 env=dict(self.env),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self.is_vault else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if output is not None else None,
                 start_new_session=True,
                 pass_fds=self.pass_fds,
-                preexec_fn=_die_with(os.getpid()) if self.dies_with_parent else None,  # noqa: PLW1509 - two syscalls
+                preexec_fn=None if self.is_vault else _die_with(os.getpid()),  # noqa: PLW1509 - two syscalls
             )
         finally:
             if output is not None:
@@ -65,8 +66,13 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    def close_input(self) -> None:
+        """Ends the pipe that a vault reads."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """None while it runs; negative: the signal that ended it. Reaps it and closes the pidfd when it has ended."""
         code = self._process.poll()
         if code is not None and self.pidfd >= 0:
             os.close(self.pidfd)
@@ -82,9 +88,10 @@ class Child:
         return self.exit_code()
 
     def signal(self, number: int) -> None:
-        """To the process alone; nothing happens when it has ended."""
-        if self.exit_code() is None:
-            signal.pidfd_send_signal(self.pidfd, number)
+        """To the process alone; nothing happens when it has ended. It isn't reaped: who watches the pidfd does that."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
 
     def kill_session(self) -> None:
         """SIGKILL to the process and to whatever it started in its session. Safe only while it is not reaped."""

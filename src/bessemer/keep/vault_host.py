@@ -1,13 +1,13 @@
 """The vault as its agent sees it: started first, told to finish last, never killed while it writes.
 
-SIGTERM, or its parent's end, means that nobody will save any more once the ranks are gone: it finishes its writes and
-ends. It inherits the run folder's lock, so that no new run starts beside its last write.
+Its standard input is a pipe from the agent. When that ends, because the agent closed it or died, the vault finishes the
+write that it is at and ends. It takes no signal as that wish, since Slurm signals every process of a step. It inherits
+the run folder's lock, so that no new run starts beside its last write.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,12 +47,10 @@ class VaultHost:
         if self._command is None:
             return
         keep = self._folder.job.keep
-        command = [*self._command, "--socket", str(self.socket), "--folder", str(self._folder.checkpoints)]
-        command += ["--parent", str(os.getpid()), "--keep-last", str(keep.keep_last)]
-        command += ["--keep-every", str(keep.keep_every)]
-        self.child = Child(command, os.environ, self.log, dies_with_parent=False, pass_fds=self._lock)
+        command = [*self._command, "--socket", str(self.socket), "--run", str(self._folder.path)]
+        command += ["--keep-last", str(keep.keep_last), "--keep-every", str(keep.keep_every)]
+        self.child = Child(command, os.environ, self.log, is_vault=True, pass_fds=self._lock)
         self.child.start()
-        hub.watch(self.child.pidfd, self)
         deadline = time.monotonic() + START_S
         while not self.socket.exists():
             code = self.child.exit_code()
@@ -61,11 +59,12 @@ class VaultHost:
                 tail = "".join(f"\n    | {line}" for line in self.child.tail())
                 raise PeerLost(f"the vault {how}\n  log: {self.log}{tail}", code="vault-lost")
             time.sleep(0.01)
+        hub.watch(self.child.pidfd, self)
 
     def finish(self) -> None:
         """Tells it that nobody will save any more."""
         if self.child is not None:
-            self.child.signal(signal.SIGTERM)
+            self.child.close_input()
 
     def kill(self) -> None:
         if self.child is not None:
