@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from fake_ranks import AgentProcess, alive, job_in, options, until
 
 from bessemer.core.errors import RequestError, RunFolderError
 from bessemer.keep.agent import Options, run
+from bessemer.keep.hub import Hub
+from bessemer.keep.reception import RankState, Reception
 from bessemer.keep.run_folder import RunFolder
+from bessemer.keep.wire import pack
 
 STEPS = "for n in range(1, 6): step(n)\nmember.close()\n"
 ENDLESS = """
@@ -106,6 +110,20 @@ def test_an_exit_code_is_reported_with_the_traceback(tmp_path: Path, capfd: pyte
     err = capfd.readouterr().err
     assert "rank 1 exited with code 1" in err
     assert "ZeroDivisionError: by nothing" in err
+
+
+def test_a_rank_that_is_gone_before_its_hello_is_heard_does_no_harm(tmp_path: Path) -> None:
+    hub = Hub(tmp_path / "a")
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(str(tmp_path / "a"))
+        rank.sendall(pack({"kind": "hello", "rank": 0}))
+    reception = Reception({0: RankState(0)}, None, on_failed=lambda _: None, on_stop=lambda _: None)
+    heard = [h for _ in range(2) for h in hub.poll(1.0)]
+    assert [h.record is None for h in heard] == [False, True]
+    for one in heard:
+        reception.take(one)
+    assert reception.ranks[0].link is not None
+    hub.close()
 
 
 def test_a_structured_failure_is_one_line_and_its_traceback_stays_in_the_log(

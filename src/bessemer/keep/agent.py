@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bessemer.core.errors import RequestError
+from bessemer.core.errors import BessemerError, RequestError
 from bessemer.core.job import Job
 from bessemer.keep.hub import Hub, Wishes, signals_into
 from bessemer.keep.journal import Journal
@@ -115,18 +115,24 @@ class Agent:
         with signals_into(self._hub) as wishes:
             try:
                 self._start()
+            except BessemerError as error:
+                self.journal.event("failed", code=error.code, message=error.message, rank=error.rank, step=error.step)
+                self._clear()
+                raise
+            try:
                 while any(not state.gone for state in self.ranks.values()):
                     self._turn(wishes)
                 self._end_vault(wishes)
             finally:
-                for child in self._children():
-                    child.kill_session()
-                self._hub.close()
+                self._clear()
         return self._conclude()
 
-    def _children(self) -> list[Child]:
-        children = [state.child for state in self.ranks.values()] + [self.vault.child]
-        return [child for child in children if child is not None and child.pidfd >= 0]
+    def _clear(self) -> None:
+        """Whatever happened, no child outlives this."""
+        for child in [state.child for state in self.ranks.values()] + [self.vault.child]:
+            if child is not None:
+                child.kill_session()
+        self._hub.close()
 
     # ---- start
 

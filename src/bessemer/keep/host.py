@@ -84,7 +84,7 @@ class Services:
             lock = self.folder.lock(LOCK_WAIT_S)
             claimed = self.folder.claim()
             job = self.folder.job
-            self.journal = Journal(self.folder, Printer(job.train.steps))
+            self.journal = Journal(self.folder, Printer(job.train.steps, bar=False))
             fields = {"job_hash": job.hash, "identity": job.identity, "world_size": job.layout.world_size}
             self.journal.event("start", **fields, attempt=claimed["attempt"], host=socket.gethostname())
         self.vault = VaultHost(self._vault_command, self.folder, self._inner, lock)

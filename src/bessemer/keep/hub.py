@@ -35,12 +35,13 @@ class Link:
     said_bye: bool = False
 
     def send(self, record: Mapping[str, Any]) -> None:
-        """Nothing happens when the other side is gone: its end is seen elsewhere."""
+        """Nothing happens when the other side is gone: its end is seen elsewhere, perhaps in the same `poll`."""
+        if self.socket.fileno() < 0:
+            return
         self.socket.settimeout(SEND_S)
         with contextlib.suppress(OSError):
             self.socket.sendall(pack(record))
-        with contextlib.suppress(OSError):
-            self.socket.setblocking(False)
+        self.socket.setblocking(False)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Child:
 
     def kill_session(self) -> None:
         """SIGKILL to the process and to whatever it started in its session. Safe only while it is not reaped."""
-        if self._process.returncode is None:  # not polled here, since that would reap it
+        if self.pidfd >= 0:  # -1: never started, or reaped
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def tail(self, lines: int = 20) -> list[str]:

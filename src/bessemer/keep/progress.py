@@ -25,12 +25,13 @@ _DRAW_S = 0.5
 
 
 class Printer:
-    """Prints to `stream`. `quiet`: nothing but warnings. Columns: step, loss, gradient norm, learning rate, tokens/s,
+    """Prints to `stream`. `quiet`: nothing but warnings. `bar`: not where others print too. Columns: step, loss, gradient norm, learning rate, tokens/s,
     seconds of the step, time left."""
 
-    def __init__(self, steps: int, *, quiet: bool = False, stream: IO[str] | None = None) -> None:
+    def __init__(self, steps: int, *, quiet: bool = False, bar: bool = True, stream: IO[str] | None = None) -> None:
         self.steps = steps
         self.quiet = quiet
+        self._wants_bar = bar and not quiet
         self._stream = stream if stream is not None else sys.stdout
         self._lines = 0
         self._ends: deque[tuple[int, float]] = deque(maxlen=_SPEED_STEPS + 1)
@@ -41,8 +42,8 @@ class Printer:
         self._task: TaskID | None = None
 
     def open(self) -> None:
-        """Shows the bar, when there is a terminal to show it on."""
-        if not self.quiet and self._stream.isatty():
+        """Shows the bar when it is wanted and there is a terminal to show it on."""
+        if self._wants_bar and self._stream.isatty():
             self._open_bar()
 
     def metric(self, record: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ def _failure_event(state: RankState) -> dict[str, Any]:
     """The fields of the event `failed`."""
     if state.report is not None:
         return {key: state.report[key] for key in ("code", "message", "rank", "step")}
-    how = exit_text(state.exit_code or 0)
+    how = _how(state)
     return {"code": "rank-lost", "message": f"rank {state.rank} {how}", "rank": state.rank, "step": state.step}
 
 
@@ -104,10 +104,16 @@ def failure_text(state: RankState, log: Path) -> str:
             step=report["step"] or None,
         )  # fmt: skip
         more = "" if report["code"] != "crash" else _tail(state)
-        return f"failed [{report['code']}] {error}\n  traceback: {short_path(log)}{more}"
+        where = f"\n  traceback: {short_path(log)}{more}" if log.exists() else ""  # else the launcher has it
+        return f"failed [{report['code']}] {error}{where}"
     where = f"at step {state.step} ({state.phase})" if state.step else f"while {state.phase}"
-    how = exit_text(state.exit_code or 0)
-    return f"failed [rank-lost] rank {state.rank} {how}, {where}\n  log: {short_path(log)}{_tail(state)}"
+    how = _how(state)
+    kept = f"\n  log: {short_path(log)}{_tail(state)}" if log.exists() else ""
+    return f"failed [rank-lost] rank {state.rank} {how}, {where}{kept}"
+
+
+def _how(state: RankState) -> str:
+    return "ended without a word" if state.exit_code is None else exit_text(state.exit_code)
 
 
 def _tail(state: RankState) -> str:
