@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -207,6 +208,12 @@ def test_a_message_that_makes_no_sense_is_refused_and_harms_nobody(vault, messag
         client.wait(WAIT_S)
 
 
+def test_a_rank_that_is_not_of_the_run_hears_why_it_is_refused(vault):
+    with pytest.raises(CheckpointError, match="is not a place in a run") as raised:
+        VaultClient(vault.socket, rank=2, world_size=2)
+    assert raised.value.code == "vault-protocol"
+
+
 def test_noise_ends_that_connection_only(vault):
     with VaultClient(vault.socket) as client, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(vault.socket))
@@ -216,3 +223,20 @@ def test_noise_ends_that_connection_only(vault):
             pass
         client.save(1, whole(make_state(1)), META)
         client.wait(WAIT_S)
+
+
+def test_a_rank_may_have_thousands_of_files_open(vault):
+    """select() can't watch a descriptor above 1023; data loaders and shared memory use that many."""
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, old[1]), old[1]))
+    held = []
+    try:
+        while not held or held[-1] < 1024:
+            held.append(os.dup(0))
+        with VaultClient(vault.socket) as client:
+            client.save(1, whole(make_state(1)), META)
+            assert client.wait(WAIT_S)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, old)

@@ -76,11 +76,12 @@ class Checkpoint:
         self._maps: dict[str, mmap.mmap] = {}
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path | str) -> Self:
         """Check all but the tensors' bytes: manifest, step, presence, size and header of each file, coverage.
 
         CheckpointError: checkpoint-missing, checkpoint-format or checkpoint-damaged, saying what and where.
         """
+        path = Path(path)
         manifest_path = path / MANIFEST
         try:
             raw = manifest_path.read_bytes()

@@ -64,8 +64,14 @@ class VaultClient:
         self._plan: _Plan | None = None
         self._busy: set[int] = set()
         self._link = _connect(self._path, min(timeout_s, 30.0))
+        self._poller = select.poll()  # not select(), which can't watch descriptors above 1023
+        self._poller.register(self._link, select.POLLIN)
         seat = {"rank": rank, "world_size": world_size, "local_world_size": local_world_size or world_size}
-        self._ask({"op": "hello", "protocol": PROTOCOL, **seat}, "welcome")
+        try:
+            self._ask({"op": "hello", "protocol": PROTOCOL, **seat}, "welcome")
+        except CheckpointError:
+            self._link.close()
+            raise
 
     def reserve(self, slices: Sequence[Slice], meta: Mapping[str, Any]) -> None:
         """Have the memory for such saves allocated, mapped and faulted in: seconds for large states, once, so that it
@@ -189,7 +195,7 @@ class VaultClient:
 
     def _receive(self, timeout_s: float | None = 0) -> None:
         """Take in what the vault sent, waiting for the first of it up to `timeout_s` (None: for ever)."""
-        while select.select([self._link], [], [], timeout_s)[0]:
+        while self._poller.poll(None if timeout_s is None else timeout_s * 1000):
             timeout_s = 0
             try:
                 data, descriptors, _, _ = socket.recv_fds(self._link, 1 << 16, 4)
