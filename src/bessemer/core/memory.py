@@ -5,7 +5,7 @@
 
 What the trainer holds is counted tensor by tensor; activations are those that its operators save for backward,
 nothing recomputed and attention fused (no S x S scores). Left out: the allocator's slack, and communication buffers
-of the library: the measured peak of a CPU process was 3 to 29 % above the estimate (docs/log.md). For a pipeline the
+of the library: the measured peak of a CPU process was 3 to 41 % above the estimate (docs/log.md). For a pipeline the
 fullest stage is given.
 """
 

@@ -14,7 +14,6 @@ from bessemer.core.errors import Stopped
 from bessemer.core.job import Job
 from bessemer.data import Dataset, Reader
 from bessemer.keep.slices import Slice
-from bessemer.keep.vault_client import Saved
 from bessemer.runtime.kernels import KernelSample
 from bessemer.train.assembly import Assembly
 from bessemer.train.evaluate import Evaluation, evaluate, to_tensors
@@ -49,9 +48,9 @@ class Saver(Protocol):
 
     def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float: ...
 
-    def poll(self) -> list[Saved]: ...
+    def poll(self) -> list[dict[str, Any]]: ...
 
-    def wait(self) -> list[Saved]: ...
+    def wait(self) -> list[dict[str, Any]]: ...
 
 
 @dataclass
@@ -191,10 +190,10 @@ class Loop:
     def _meta(self, step: int) -> dict[str, Any]:
         return checkpoint_meta(self.job, step, self.train_data.fingerprint)
 
-    def _note_saved(self, finished: list[Saved]) -> None:
-        for saved in finished:
-            self._event("saved", step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes)
-            for step in saved.deleted:
+    def _note_saved(self, finished: list[dict[str, Any]]) -> None:
+        for notice in finished:
+            self._event("saved", **{k: notice[k] for k in ("step", "path", "seconds", "bytes")})
+            for step in notice["deleted"]:
                 self._event("deleted", step=step)
 
     def _event(self, name: str, **fields: Any) -> None:

@@ -1,0 +1,100 @@
+"""A run that was cut and went on equals one that wasn't: bitwise under the same layout, closely under another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train.loops import kill_at_bytes, small_job, train
+
+
+def losses(results: list[dict[str, Any]]) -> dict[int, float]:
+    return {m["step"]: m["loss"] for m in results[0]["metrics"]}
+
+
+def samples(results: list[dict[str, Any]]) -> dict[int, list[int]]:
+    return {m["step"]: m["samples"] for m in results[0]["metrics"]}
+
+
+def assert_same_state(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for rank, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a["state"].keys() == b["state"].keys()
+        for name, tensor in a["state"].items():
+            assert torch.equal(tensor, b["state"][name]), f"{name} of rank {rank} differs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [({"dp": 1}, "bf16"), ({"dp": 2}, "fp32"), ({"dp": 2, "dp_shard": "full"}, "bf16")],
+    ids=["one process", "two replicas", "two shards"],
+)
+def test_a_kill_while_saving_changes_no_bit_of_the_run(tmp_path: Path, layout: dict[str, Any], recipe: str) -> None:
+    """Step 4 is saved; then the vault dies by SIGKILL half-way through the save of step 8; the run goes on from 4."""
+    fields = {"layout": layout, "precision": {"recipe": recipe}}
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "cut").mkdir()
+    straight = train(small_job(tmp_path / "straight", **fields))
+    cut = small_job(tmp_path / "cut", **fields)
+    begun = train(cut, stop_at=4)
+    one_save = sum(f.stat().st_size for f in (cut.run.folder / "checkpoints" / "step-4").iterdir())
+    killed = train(cut, vault_flags=kill_at_bytes(one_save // 2))
+    assert killed[0]["ended"].startswith("vault-lost"), killed[0]["ended"]
+    finished = train(cut)
+    assert [e["step"] for e in finished[0]["events"] if e["event"] == "loaded"] == [4]
+    assert losses(begun) | losses(finished) == losses(straight)
+    assert samples(begun) | samples(finished) == samples(straight)
+    assert_same_state(finished, straight)
+
+
+@pytest.mark.slow
+def test_other_numbers_of_ranks_go_on_within_the_layout_tolerance(tmp_path: Path) -> None:
+    """dp 1 -> 2 -> 1, the middle part sharded: the same samples, losses within 5e-6."""
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "moved").mkdir()
+    straight = train(small_job(tmp_path / "straight", keep={"every": 0}))
+    found: dict[int, float] = {}
+    seen: dict[int, list[int]] = {}
+    for layout, stop_at in (({"dp": 1}, 4), ({"dp": 2, "dp_shard": "gradient"}, 8), ({"dp": 1}, None)):
+        results = train(small_job(tmp_path / "moved", keep={"every": 0}, layout=layout), stop_at=stop_at)
+        assert results[0]["ended"] == ("stopped" if stop_at else "")
+        assert not found.keys() & losses(results).keys()
+        found |= losses(results)
+        seen |= samples(results)
+    assert seen == samples(straight)
+    assert found.keys() == losses(straight).keys()
+    assert max(abs(found[s] - loss) for s, loss in losses(straight).items()) < 5e-6
+
+
+def test_a_finished_run_started_again_does_nothing(tmp_path: Path) -> None:
+    job = small_job(tmp_path, train={"steps": 3})
+    first = train(job)
+    again = train(job)
+    assert [m["step"] for m in first[0]["metrics"]] == [1, 2, 3]
+    assert again[0]["metrics"] == []
+    assert_same_state(again, first)
+
+
+@pytest.mark.slow
+def test_muon_resumes_bitwise(tmp_path: Path) -> None:
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "cut").mkdir()
+    muon = {"optimizer": "muon", "steps": 6}
+    straight = train(small_job(tmp_path / "straight", train=muon))
+    cut = small_job(tmp_path / "cut", train=muon)
+    train(cut, stop_at=3)
+    second = train(cut)
+    assert [m["step"] for m in second[0]["metrics"]] == [4, 5, 6]
+    assert_same_state(second, straight)
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    """A cursor counted in one data set means nothing in another."""
+    job = small_job(tmp_path, train={"steps": 4})
+    train(job)
+    for number in range(8):  # enough documents that the hash puts some into the training split
+        (tmp_path / "corpus" / f"more_{number}.py").write_text(f"x = {number}\n" * 50)
+    again = train(small_job(tmp_path, train={"steps": 6}))
+    assert again[0]["ended"].startswith("other-data"), again[0]["ended"]
