@@ -25,8 +25,10 @@ _DRAW_S = 0.5
 
 
 class Printer:
-    """Prints to `stream`. `quiet`: nothing but warnings. `bar`: not where others print too. Columns: step, loss, gradient norm, learning rate, tokens/s,
-    seconds of the step, time left."""
+    """Prints to `stream`. `quiet`: nothing but warnings. `bar`: not where others print too.
+
+    Columns: step, loss, gradient norm, learning rate, tokens/s, seconds of the step, time left.
+    """
 
     def __init__(self, steps: int, *, quiet: bool = False, bar: bool = True, stream: IO[str] | None = None) -> None:
         self.steps = steps
