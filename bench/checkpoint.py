@@ -60,9 +60,10 @@ def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def vault(run: Path) -> Iterator[VaultClient]:
-    """A vault that keeps one checkpoint, and a client of it."""
+    """A vault that keeps one checkpoint, and a client of it. Not niced: other work on the machine would stretch its
+    writes, for which each round waits."""
     command = [sys.executable, "-m", "bessemer.keep.vault", "--socket", str(run / "s"), "--run", str(run)]
-    with subprocess.Popen([*command, "--keep-last", "1"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen([*command, "--keep-last", "1", "--nice", "0"], stdin=subprocess.PIPE) as process:
         with VaultClient(run / "s") as client:
             yield client
         assert process.stdin is not None

@@ -16,7 +16,7 @@ import torch
 
 from bessemer.keep.checkpoint import Slice
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 META = {"cursor": 640, "seed": 7, "job_hash": "abc", "job": {"train": {"lr": 0.003}}}
 
 
@@ -88,7 +88,7 @@ class RunningVault:
         """From now on its disk seems full beyond files of `limit` bytes (so is its memory: reserve that before)."""
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
 
-    def finish(self, timeout_s: float = 20.0) -> int:
+    def finish(self, timeout_s: float = WAIT_S) -> int:
         """Tell it that nobody comes any more, and wait for its end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -96,14 +96,14 @@ class RunningVault:
 
 
 @contextlib.contextmanager
-def running_vault(run: Path, *flags: str, name: str = "vault") -> Iterator[RunningVault]:
-    """A vault on the run folder `run`, its socket in a folder `name` there; killed at the end if it still runs."""
+def running_vault(run: Path, *flags: str, name: str = "vault", nice: int = 0) -> Iterator[RunningVault]:
+    """A vault on the run folder `run`, its socket in a folder `name` there; killed at the end if it still runs.
+
+    Not niced unless asked, so that tests don't crawl on a busy machine."""
     place = run / name
     place.mkdir(parents=True, mode=0o700)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bessemer.keep.vault", "--socket", str(place / "socket"), "--run", str(run), *flags],
-        stdin=subprocess.PIPE,
-    )
+    command = [sys.executable, "-m", "bessemer.keep.vault", "--socket", str(place / "socket"), "--run", str(run)]
+    process = subprocess.Popen([*command, "--nice", str(nice), *flags], stdin=subprocess.PIPE)
     vault = RunningVault(process, place / "socket", run)
     try:
         yield vault

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_tools import META, assert_holds, leftovers, make_state, rows, running_vault, whole
+from checkpoint_tools import META, WAIT_S, assert_holds, leftovers, make_state, rows, running_vault, whole
 
 from bessemer.core.errors import CheckpointError
 from bessemer.keep.checkpoint import CheckpointFolder, write_checkpoint
@@ -24,8 +24,8 @@ def _save_all(vault, steps: list[int]) -> None:
             state = make_state(step)
             a.save(step, rows(state, 0, 2), META)
             b.save(step, rows(state, 1, 2), META)
-            a.wait(20)
-            b.wait(20)
+            a.wait(WAIT_S)
+            b.wait(WAIT_S)
 
 
 @pytest.fixture(scope="module")

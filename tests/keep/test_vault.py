@@ -198,7 +198,7 @@ def test_ranks_that_do_not_make_one_state_fail_the_save(vault):
 
 
 def test_a_killed_vault_is_an_error_that_says_so(vault):
-    with VaultClient(vault.socket, timeout_s=1.0) as client:
+    with VaultClient(vault.socket) as client:
         client.save(1, whole(make_state(1)), META)
         client.wait(WAIT_S)
         vault.process.kill()

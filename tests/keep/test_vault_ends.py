@@ -178,8 +178,8 @@ def test_it_must_be_given_a_pipe(tmp_path):
     assert done.returncode == 2 and "standard input must be a pipe" in done.stderr
 
 
-def test_it_runs_niced_and_without_torch(vault):
-    with VaultClient(vault.socket):
+def test_it_runs_niced_and_without_torch(tmp_path):
+    with running_vault(tmp_path, nice=10) as vault, VaultClient(vault.socket):
         stat = Path(f"/proc/{vault.process.pid}/stat").read_text().rpartition(")")[2].split()
         assert int(stat[16]) == os.nice(0) + 10
         assert "libtorch" not in Path(f"/proc/{vault.process.pid}/maps").read_text()

@@ -14,7 +14,7 @@ from bessemer.keep.vault_client import VaultClient
 
 
 def _hosts(tmp_path):
-    token = ("--token", "attempt-1", "--parts-timeout", "20")
+    token = ("--token", "attempt-1", "--parts-timeout", "50")
     return running_vault(tmp_path, *token, name="host-a"), running_vault(tmp_path, *token, name="host-b")
 
 
