@@ -43,7 +43,7 @@ def export(run: str, *, to: str, dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     need("export", "train")
     import torch
 
-    from bessemer.data import prepare
+    from bessemer.data.tokenizers import FileTokenizer
     from bessemer.models.hf import export_hf
     from bessemer.train.opened import open_trained
     from bessemer.train.state import OPTIMIZER_PREFIX
@@ -59,7 +59,8 @@ def export(run: str, *, to: str, dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
         ((name, trained.checkpoint.read_tensor(name)) for name in names),
         folder,
         dtype=types[dtype],
-        tokenizer_json=prepare(trained.job).tokenizer_json,
+        tokenizer_json=trained.tokenizer_file.read_text(encoding="utf-8"),
+        eos_token=FileTokenizer(trained.tokenizer_file).eos_token,
     )
     size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     return ExportResult(to, trained.step, len(names), size, dtype)

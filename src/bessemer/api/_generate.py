@@ -17,7 +17,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """Let a trained model go on with a text; returns the prompt and what the model wrote.
+    """Let a trained model go on with a text; returns the text with what the model added.
 
     run: A run folder (its newest checkpoint that verifies) or a checkpoint folder.
     prompt: The text to go on with; empty starts a new document.
@@ -28,15 +28,16 @@ def generate(
     seed: The same seed gives the same text.
     """
     need("generate", "train")
-    from bessemer.data import load_tokenizer, prepare
-    from bessemer.infer import Sampling, generate as generate_tokens
+    from bessemer.data.tokenizers import FileTokenizer
+    from bessemer.infer import Sampling
+    from bessemer.infer import generate as generate_tokens
     from bessemer.train.opened import open_trained
 
-    trained = open_trained(run)
-    tokenizer = load_tokenizer(prepare(trained.job))
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    start = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    trained = open_trained(run)
+    tokenizer = FileTokenizer(trained.tokenizer_file)
+    start = tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.eos_id]
     (tokens,) = generate_tokens(
         trained.module(), [start], max_new_tokens=max_new_tokens, sampling=sampling, stop=(tokenizer.eos_id,)
     )
-    return tokenizer.decode(tokens)
+    return prompt + tokenizer.decode(tokens[len(start) :])

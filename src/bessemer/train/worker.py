@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from bessemer.runtime.device import pick_device
 from bessemer.runtime.peaks import declared_peaks, ensure_peaks
 from bessemer.train.assembly import assemble
 from bessemer.train.loop import Loop
+from bessemer.train.opened import keep_tokenizer
 
 __all__ = ["join", "main", "run_rank"]
 
@@ -60,19 +60,21 @@ def run_rank(job: Job, member: Member) -> None:
         dist.init_process_group(device.backend, rank=member.rank, world_size=member.world_size, **rendezvous(member))
     mesh = build_mesh(job, member.rank, device.torch_device)
     member.phase(0, "opening the data")
-    prepare(job)
+    prepared = prepare(job)
+    assert member.run_folder is not None and member.vault is not None, "a rank of a run has both"
+    if mesh.rank == 0:
+        keep_tokenizer(member.run_folder, prepared.tokenizer_json)
     _note_machine(job, machine, mesh, member)
     member.phase(0, "building the model")
     parts = assemble(job, resolve_model(job.model), mesh)
-    assert member.run_folder is not None and member.vault is not None, "a rank of a run has both"
     with VaultClient(member.vault, rank=member.rank, world_size=member.world_size) as saver:
         loop = Loop(
             parts=parts,
-            train_data=open_dataset(job, "train"),
-            val_data=open_dataset(job, "val") if job.data.val_fraction > 0 else None,
+            train_data=open_dataset(job, "train", prepared),
+            val_data=open_dataset(job, "val", prepared) if job.data.val_fraction > 0 else None,
             reporter=member,
             saver=saver,
-            run_folder=Path(member.run_folder),
+            run_folder=member.run_folder,
         )
         if mesh.rank == 0:
             member.event("ready")
