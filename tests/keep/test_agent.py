@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import socket
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from fake_ranks import AgentProcess, alive, job_in, options, until
 
-from bessemer.core.errors import RequestError, RunFolderError
+from bessemer.core.errors import PeerLost, RequestError, RunFolderError
 from bessemer.keep.agent import Options, run
 from bessemer.keep.hub import Hub
 from bessemer.keep.reception import RankState, Reception
+from bessemer.keep.records import RecordWriter
 from bessemer.keep.run_folder import RunFolder
 from bessemer.keep.wire import pack
 
@@ -203,8 +207,6 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         agent.signal(signal.SIGINT)
         until(lambda: "stop_requested" in events(RunFolder(job)), "the first wish")
         until(lambda: agent.process.poll() is None, "life after the first wish")
-        import time
-
         time.sleep(0.6)  # closer than half a second they would be one wish
         agent.signal(signal.SIGINT)
         code, _, err = agent.end(10)
@@ -309,8 +311,6 @@ import socket, sys, time
 s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[sys.argv.index("--socket") + 1]); s.listen()
 time.sleep(0.3); sys.exit(9)
 """
-    import sys
-
     given = options("step(1)\ntime.sleep(1.0)\nmember.close()")
     job = job_in(tmp_path, dp=1)
     code = run(job, Options(command=given.command, vault=(sys.executable, "-c", vault), timeouts=given.timeouts))
@@ -323,3 +323,32 @@ def test_metrics_lines_are_json_even_for_nan(tmp_path: Path) -> None:
     job = job_in(tmp_path, dp=1)
     assert run(job, options("member.metric({'step': 1, 'loss': float('nan')})\nmember.close()")) == 0
     assert json.loads((tmp_path / "r/metrics.jsonl").read_text())["loss"] is None
+
+
+def test_a_full_disk_stops_the_run_and_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real = RecordWriter.write
+
+    def full(self: RecordWriter, record: dict[str, object]) -> None:
+        if record.get("step") == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, record)
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    job = job_in(tmp_path, dp=1, steps=4000)
+    assert run(job, options(ENDLESS)) == 1
+    assert [m["step"] for m in RunFolder(job).metrics()] == [1, 2]  # no hole: nothing after the line that failed
+    assert "can't be written: No space left on device" in capfd.readouterr().err
+
+
+def test_a_vault_that_does_not_start_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+    given = options(STEPS)
+    job = job_in(tmp_path)
+    vault = (sys.executable, "-c", "print('no room'); raise SystemExit(4)")
+    with pytest.raises(PeerLost, match=r"the vault exited with code 4[^|]*\| no room"):
+        run(job, Options(command=given.command, vault=vault, timeouts=given.timeouts))
+    assert events(RunFolder(job)) == ["start", "failed"]
+    folder = RunFolder(job)
+    folder.lock()
+    folder.unlock()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -107,6 +109,22 @@ def test_a_lock_is_exclusive_and_names_its_holder(tmp_path: Path) -> None:
     first.unlock()
     second.lock()
     second.unlock()
+
+
+@pytest.mark.parametrize("where", ["file/runs", "file"])
+def test_a_folder_that_can_not_be_made_is_a_clear_error(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="can't be written: Not a directory"):
+        RunFolder(job_in(tmp_path / where)).lock()
+
+
+def test_a_file_system_without_locks_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(RunFolderError, match="has no locks"):
+        RunFolder(job_in(tmp_path)).lock()
 
 
 def hold(folder: RunFolder, body: str) -> subprocess.Popen[str]:

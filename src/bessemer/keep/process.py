@@ -77,6 +77,7 @@ class Child:
         if code is not None and self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+            self.close_input()
         return code
 
     def wait(self, timeout_s: float) -> int | None:

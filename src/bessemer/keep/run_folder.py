@@ -76,9 +76,16 @@ class RunFolder:
         inherit it; the vault does, so that no new run starts beside a checkpoint that is still being written. While
         the holder is gone and only its vault is left, up to `VAULT_WAIT_S` are waited for that.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / "lock"
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunFolderError(
+                f"the run folder {self.path} can't be written: {error.strerror}",
+                code="run-folder-unwritable",
+                fix="--set run.dir=a directory that you can write in",
+            ) from error
         start = time.monotonic()
         while not _try_lock(handle):
             holder = _read_holder(path)
@@ -186,6 +193,12 @@ def _try_lock(handle: int) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise RunFolderError(
+            f"the file system of the run folder has no locks ({error.strerror}), so two runs could write there at once",
+            code="run-folder-unwritable",
+            fix="--set run.dir=a directory on a local disk, or on NFS mounted with locks",
+        ) from error
     return True
 
 
