@@ -72,6 +72,17 @@ class Machine(Frozen):
     scaleup_domain: int | None = Field(default=None, gt=0)  # devices that reach each other over that link
     nic_bytes_per_s: float | None = Field(default=None, gt=0)  # one direction, network card of one device
     tdp_w: float | None = Field(default=None, gt=0)
+    host_bytes_per_s: float | None = Field(default=None, gt=0)  # one direction, between device and host memory
+    # how collectives run; None: by the compute units over a switch, as is usual
+    scaleup_topology: Literal["switch", "full-mesh", "ring"] | None = None
+    mesh_efficiency: float | None = Field(default=None, gt=0, le=1)  # share of a mesh's bandwidth that is reached
+    collective_start_s: float | None = Field(default=None, gt=0)  # from launch to the first byte
+    launch_latency_factor: float | None = Field(default=None, gt=0)  # of a collective's launch, against usual
+    engine_interference: float | None = Field(default=None, ge=0, le=1)  # 0: exchanges run on an engine of their own
+    engine_compute_saved: float | None = Field(default=None, ge=0, lt=1)  # compute units given back by that engine
+    reduction_bandwidth_saved: float | None = Field(default=None, ge=0, lt=1)  # reduction beside the memory
+    reduction_latency_saved: float | None = Field(default=None, ge=0, lt=1)
+    engine_dependency_s: float | None = Field(default=None, gt=0)  # hand-over between engines
     gpus_per_node: int = Field(default=8, gt=0)  # devices of one host, where the job doesn't say
 
     @property

@@ -1,0 +1,322 @@
+"""The cost of one decoder layer for one micro-batch: its kernels, its exchanges, what is made again, the host's pace.
+
+Computed once per unique `Keys` (a few hundred in a search) and gathered; all formulas broadcast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bessemer.core.recipes import RECIPES
+from bessemer.core.recompute import RECOMPUTE
+from bessemer.plan.collectives import group_s
+from bessemer.plan.kernels import (
+    Passes,
+    Precision,
+    attention_core,
+    cast_s,
+    gemm_s,
+    grouped_share,
+)
+from bessemer.plan.space import CP_KINDS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from bessemer.plan.calibration import Constants
+    from bessemer.plan.dims import Dims
+    from bessemer.plan.rates import Rates
+
+__all__ = ["CATEGORIES", "Keys", "LayerCost", "Work", "layer_cost", "precision_of"]
+
+CATEGORIES = ("gemm", "attention", "grouped", "element", "cast", "gap", "host", "recompute", "tp", "cp", "ep")
+"""What a layer's time is made of: products, attention core, grouped products of experts, small operators and
+permutation, quantisation, gaps between kernels, waiting for the host, recompute, and exposed exchanges."""
+
+F, I, W = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the cost of a layer depends on, arrays [U]; named as in `Layouts`."""
+
+    tp: NDArray[np.int64]
+    cp: NDArray[np.int64]
+    ep: NDArray[np.int64]
+    etp: NDArray[np.int64]
+    micro_batch: NDArray[np.int64]
+    sequence_parallel: NDArray[np.int64]
+    cp_kind: NDArray[np.int64]
+    tp_overlap: NDArray[np.int64]
+    recompute: NDArray[np.int64]
+    recipe: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one step has to do. `attention_share`: of the causal pairs that are really computed (packed short
+    sequences: less than 1). `frozen`: 1 where base weights get no gradient (LoRA). `imbalance`: tokens of the fullest
+    expert rank against the mean. `dispatch_bytes`: of an element sent to an expert."""
+
+    seq: Any
+    attention_share: Any = 1.0
+    frozen: Any = 0.0
+    imbalance: Any = 1.0
+    dispatch_bytes: Any = 2.0
+
+
+@dataclass
+class LayerCost:
+    """Seconds of one layer for one micro-batch. `parts`: [len(CATEGORIES), U], forward and backward together;
+    `forward`, `inputs` (recompute and input gradient) and `weights` add up to their sum."""
+
+    parts: NDArray[np.float64]
+    forward: NDArray[np.float64]
+    inputs: NDArray[np.float64]
+    weights: NDArray[np.float64]
+
+
+@dataclass
+class _Exchange:
+    """Seconds of an exchange that stay exposed, forward and backward."""
+
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+
+
+def precision_of(recipe: NDArray[np.int64], r: Rates, c: Constants) -> Precision:
+    """What the recipes with these ids mean on that machine. A recipe the machine has no units for gets rate nan."""
+    recipes = list(RECIPES.values())
+    wide = r.bf16 * c.clock * c.gemm_bf16
+    with np.errstate(invalid="ignore", divide="ignore"):
+        by_kind = {
+            "fp32": r.fp32 * c.clock * c.gemm_fp32,
+            "bf16": wide,
+            "fp16": wide,
+            "fp8": np.where(np.asarray(r.fp8) > 0, r.fp8 * c.clock * c.gemm_fp8, np.nan),
+            "mx": np.where(np.asarray(r.fp8) > 0, r.fp8 * c.clock * c.gemm_mxfp8, np.nan),
+            "fp4": np.where(np.asarray(r.fp4) > 0, r.fp4 * c.clock * c.gemm_fp4, np.nan),
+        }
+    shape = np.broadcast(recipe, wide).shape
+    rate, wide_rate = np.zeros(shape), np.zeros(shape)
+    ids = np.broadcast_to(recipe, shape)
+    for index in np.unique(ids):
+        spec = recipes[index]
+        kind = "mx" if spec.gemm == "fp8" and spec.scale_block > 0 else spec.gemm
+        here = ids == index
+        rate[here] = np.broadcast_to(by_kind[kind], shape)[here]
+        wide_rate[here] = np.broadcast_to(by_kind["fp32" if spec.gemm == "fp32" else "bf16"], shape)[here]
+    pick = lambda values: np.array(values)[ids]  # noqa: E731
+    return Precision(
+        rate,
+        wide_rate,
+        pick([s.operand_bytes for s in recipes]),
+        pick([s.cast_bytes for s in recipes]),
+        pick([4.0 if s.compute == "fp32" else 2.0 for s in recipes]),
+    )
+
+
+def layer_cost(k: Keys, d: Dims, w: Work, r: Rates, c: Constants) -> tuple[LayerCost, LayerCost]:
+    """A dense layer and an MoE layer (zeros where the model has none)."""
+    p = precision_of(k.recipe, r, c)
+    tokens = k.micro_batch * w.seq / k.cp
+    attention, tp_attention = _attention_part(k, tokens, d, w, p, r, c)
+    cp = _cp_exchange(k, tokens, d, p, r, c)
+    dense, tp_dense = _dense_part(k, tokens, d.ffn, d, p, r, c)
+    none = _Exchange(np.zeros_like(tokens), np.zeros_like(tokens))
+    has_moe = np.broadcast_to(np.asarray(d.moe_layers) > 0, tokens.shape)
+    dense_cost = _compose(k, attention + dense, (_sum(tp_attention, tp_dense), cp, none), c.host_dense_s, w, r, c)
+    if not has_moe.any():
+        zeros = np.zeros_like(tokens)
+        return dense_cost, LayerCost(np.zeros((len(CATEGORIES), len(tokens))), zeros, zeros, zeros)
+    moe, ep = _moe_part(k, tokens, d, w, p, r, c)
+    shared, tp_shared = _dense_part(k, tokens, d.shared_ffn, d, p, r, c, whole=False)
+    kernels = attention + (moe + shared).scaled(c.moe)
+    moe_cost = _compose(k, kernels, (_sum(tp_attention, tp_shared), cp, ep), c.host_moe_s, w, r, c)
+    return dense_cost, moe_cost
+
+
+def _sum(a: _Exchange, b: _Exchange) -> _Exchange:
+    return _Exchange(a.forward + b.forward, a.backward + b.backward)
+
+
+def _element_s(bytes_: list[Any], r: Rates, c: Constants, size: int) -> NDArray[np.float64]:
+    each = c.element / (r.hbm_bytes_per_s * c.hbm)
+    return np.stack([np.broadcast_to(b * each, (size,)) for b in bytes_])
+
+
+def _gap_s(counts: tuple[float, float, float], p: Precision, c: Constants, size: int) -> NDArray[np.float64]:
+    return np.stack([np.broadcast_to(n * c.gap_s, (size,)) for n in counts])
+
+
+def _attention_part(
+    k: Keys, tokens: Any, d: Dims, w: Work, p: Precision, r: Rates, c: Constants
+) -> tuple[Passes, _Exchange]:
+    """Norm, projections, rotary, attention core, output projection, residual; the tensor-parallel exchanges."""
+    size, mla = len(tokens), np.asarray(d.mla) > 0
+    q, out = d.heads * d.qk_dim / k.tp, d.heads * d.v_dim / k.tp
+    kv = d.kv_heads * (d.qk_dim + d.v_dim) / np.minimum(k.tp, d.kv_heads)
+    nope_v = d.heads * (d.qk_dim - d.rope_dim + d.v_dim) / k.tp
+    local = tokens / np.where(k.sequence_parallel > 0, k.tp, 1)
+    q_in = np.where(np.asarray(d.q_rank) > 0, d.q_rank, d.hidden)
+    products = [
+        (tokens, np.where(mla, q, q + kv), np.where(mla, q_in, d.hidden)),
+        (tokens, np.broadcast_to(d.hidden, size), out),
+        (tokens, np.where(mla, nope_v, 0.0), np.maximum(d.kv_rank, 1.0)),
+        (local, np.where(mla, d.q_rank + d.kv_rank + d.rope_dim, 0.0), np.broadcast_to(d.hidden, size)),
+    ]
+    part = Passes.zero(size)
+    for rows, width, depth in products:
+        part.gemm += gemm_s(rows, width, depth, p, r, c) * (width > 0)
+        part.cast += cast_s(rows, width, depth, p, r, c)
+    core = attention_core(tokens, w.seq, k.tp, d, p, r, c)
+    part.attention += core * np.where(np.asarray(c.unfused_attention) > 0, 1.0, w.attention_share)
+    rope = tokens * (q + kv / 2) * 4.0
+    latent = np.where(mla, local * (d.q_rank + d.kv_rank) * 4.0 + tokens * (q + kv) * 2.0, 0.0)
+    part.element += _element_s(
+        [local * d.hidden * 10 + rope + latent, local * d.hidden * 12 + rope + latent, 0.0], r, c, size
+    )
+    part.gap += _gap_s((7.0, 9.0, 2.0), p, c, size)
+    gathered = np.where(mla, d.q_rank + d.kv_rank + d.rope_dim, d.hidden)
+    return part.scaled(c.layer), _tp_exchange(k, tokens, gathered, d, p, r, c)
+
+
+def _dense_part(
+    k: Keys, tokens: Any, ffn: Any, d: Dims, p: Precision, r: Rates, c: Constants, *, whole: bool = True
+) -> tuple[Passes, _Exchange]:
+    """A feed-forward part of width `ffn`; with `whole` its norm and residual too."""
+    size, used = len(tokens), np.where(np.asarray(ffn) > 0, 1.0, 0.0)
+    width = np.maximum(ffn, 1.0) / k.tp
+    hidden = np.broadcast_to(np.asarray(d.hidden, float), (size,))
+    local = tokens / np.where(k.sequence_parallel > 0, k.tp, 1)
+    part = Passes.zero(size)
+    for out, depth in ((d.up_mats * width, hidden), (hidden, width)):
+        part.gemm += gemm_s(tokens, out, depth, p, r, c)
+        part.cast += cast_s(tokens, out, depth, p, r, c)
+    act = tokens * width
+    around = local * d.hidden * float(whole)
+    moved = [act * (2 * d.up_mats + 2) + around * 10, act * (4 * d.up_mats + 2) + around * 12, 0.0]
+    part.element += _element_s(moved, r, c, size)
+    part.gap += _gap_s((5.0, 6.0, 2.0), p, c, size)
+    exchange = _tp_exchange(k, tokens, d.hidden, d, p, r, c)
+    return part.scaled(used * c.layer), _Exchange(exchange.forward * used, exchange.backward * used)
+
+
+def _tp_exchange(k: Keys, tokens: Any, gathered: Any, d: Dims, p: Precision, r: Rates, c: Constants) -> _Exchange:
+    """With sequence parallel a gather and a scatter forward, the same and one more gather backward (for the weight
+    gradient); without it an all-reduce each way. All of it is exposed unless `tp_overlap`."""
+    into, out = tokens * gathered * p.compute_bytes, tokens * d.hidden * p.compute_bytes
+    gather = group_s("all_gather", into, k.tp, r.domain, r, c)
+    scatter = group_s("reduce_scatter", out, k.tp, r.domain, r, c)
+    reduce = group_s("all_reduce", out, k.tp, r.domain, r, c)
+    sp = k.sequence_parallel > 0
+    forward = np.where(sp, gather + scatter, reduce)
+    backward = np.where(sp, 2 * gather + scatter, reduce)
+    share = np.where(k.tp_overlap > 0, c.x_tp + np.maximum(1 - c.x_tp, 0) * c.slow * r.engine, 1.0)
+    return _Exchange(forward * share, backward * share)
+
+
+def _cp_exchange(k: Keys, tokens: Any, d: Dims, p: Precision, r: Rates, c: Constants) -> _Exchange:
+    """Ring: cp - 1 blocks of keys and values, twice as much backward, under the attention core. All-gather: the same
+    bytes at once. Ulysses: four all-to-alls each way."""
+    heads = np.minimum(k.tp, d.kv_heads)
+    kv = tokens * d.kv_heads * np.where(np.asarray(d.mla) > 0, d.qk_dim + d.v_dim, d.qk_dim + d.v_dim) / heads
+    kv = kv * p.compute_bytes
+    qo = tokens * d.heads * (d.qk_dim + d.v_dim) / k.tp * p.compute_bytes
+    local = np.maximum(r.domain // k.tp, 1)
+    gather = group_s("all_gather", kv * k.cp, k.cp, local, r, c)
+    scatter = group_s("reduce_scatter", kv * k.cp, k.cp, local, r, c)
+    swap = group_s("alltoall", kv + qo, k.cp, local, r, c)
+    share = np.where(k.cp_kind == CP_KINDS.index("ring"), c.x_cp + np.maximum(1 - c.x_cp, 0) * c.slow * r.engine, 1.0)
+    ulysses = k.cp_kind == CP_KINDS.index("ulysses")
+    return _Exchange(np.where(ulysses, swap, gather) * share, np.where(ulysses, swap, gather + scatter) * share)
+
+
+def _moe_part(k: Keys, tokens: Any, d: Dims, w: Work, p: Precision, r: Rates, c: Constants) -> tuple[Passes, _Exchange]:
+    """Norm, router, permutation, grouped products of the routed experts, residual; dispatch and combine.
+
+    A rank owns tokens/tp of the micro-batch; each goes to top_k experts of ep x etp ranks. Balanced, every rank works
+    on tokens/tp x top_k x etp rows of width expert_ffn/etp.
+    """
+    size, has = len(tokens), np.where(np.asarray(d.experts) > 0, 1.0, 0.0)
+    own = tokens / k.tp
+    rows = own * d.top_k * k.etp * w.imbalance
+    width = np.maximum(d.expert_ffn, 1.0) / k.etp
+    experts = np.maximum(np.maximum(d.experts, 1) / k.ep, 1.0)
+    share = grouped_share(np.maximum(rows / experts, 1e-9), width, c)
+    part = Passes.zero(size)
+    hidden = np.broadcast_to(np.asarray(d.hidden, float), (size,))
+    fast = Precision(p.gemm_flops_per_s * share, p.wide_flops_per_s, p.operand_bytes, p.cast_bytes, p.compute_bytes)
+    for out, depth in ((d.up_mats * width, hidden), (hidden, width)):
+        weights = (experts - 1) * out * depth / r.hbm_bytes_per_s
+        more = np.stack(np.broadcast_arrays(weights * p.operand_bytes, weights * p.operand_bytes, weights * 8.0))
+        part.grouped += gemm_s(rows, out, depth, fast, r, c) + more
+        part.cast += cast_s(rows, out, depth, p, r, c)
+    part.gemm += gemm_s(own, np.maximum(d.experts, 1.0), hidden, p, r, c, wide=True)
+    act, moved = rows * width, 8.0 * rows * d.hidden * c.permute
+    around = own * d.hidden
+    bytes_ = [act * (2 * d.up_mats + 2) + around * 10 + moved, act * (4 * d.up_mats + 2) + around * 12 + moved, 0.0]
+    part.element += _element_s(bytes_, r, c, size)
+    fixed = np.stack([np.broadcast_to(n * c.moe_fixed_s, (size,)) for n in (1.0, 1.0, 0.0)])
+    part.gap += _gap_s((16.0, 18.0, 3.0), p, c, size) + fixed
+    return part.scaled(has * c.layer), _ep_exchange(k, own, d, w, p, r, c)
+
+
+def _ep_exchange(k: Keys, own: Any, d: Dims, w: Work, p: Precision, r: Rates, c: Constants) -> _Exchange:
+    """Dispatch and combine: an all-to-all each, forward and backward; with etp a gather and a scatter around it.
+
+    A token crosses to another host once, however many of its experts live there (and node-limited routing caps their
+    number); inside the scale-up domain it is sent once per expert.
+    """
+    local = np.clip(r.domain // k.etp, 1, k.ep)
+    hosts = k.ep / local
+    spread = hosts * (1 - (1 - 1 / hosts) ** d.top_k)
+    limit = np.where(np.asarray(d.top_groups) > 0, d.top_groups, spread)
+    copies = np.where(hosts > 1, np.minimum(np.minimum(spread, limit), d.top_k), d.top_k)
+    rows = own * copies * d.hidden * w.imbalance
+    inside = own * d.top_k * d.hidden * w.imbalance
+    dispatch = group_s("alltoall", rows * w.dispatch_bytes, k.ep, local, r, c)
+    combine = group_s("alltoall", rows * p.compute_bytes, k.ep, local, r, c)
+    gathered = inside * k.etp * p.compute_bytes
+    around = group_s("all_gather", gathered, k.etp, r.domain, r, c)
+    around = around + group_s("reduce_scatter", gathered, k.etp, r.domain, r, c)
+    one_way = (dispatch + combine) * c.x_ep + around
+    return _Exchange(one_way, one_way)
+
+
+def _compose(
+    k: Keys,
+    kernels: Passes,
+    exchanges: tuple[_Exchange, _Exchange, _Exchange],
+    host_s: Any,
+    w: Work,
+    r: Rates,
+    c: Constants,
+) -> LayerCost:
+    """Adds recompute, exchanges and the host's pace: a layer takes at least as long as its launches."""
+    policies = list(RECOMPUTE.values())
+    pick = lambda name: np.array([getattr(x, name) for x in policies], float)[k.recompute]  # noqa: E731
+    full = pick("again_gemm") * pick("again_core") > 0.99
+    share = np.where(full, c.recompute_full, 1.0)
+    engine = kernels.scaled(1.0)
+    trained = 1.0 - np.asarray(w.frozen)
+    engine.gemm[W] *= trained
+    engine.grouped[W] *= trained
+    again = pick("again_gemm") * (engine.gemm[F] + engine.grouped[F] + engine.cast[F])
+    again = again + pick("again_core") * engine.attention[F]
+    again = again + pick("again_element") * (engine.element[F] + engine.gap[F])
+    tp, cp, ep = exchanges
+    again = (again + pick("again_comm") * (tp.forward + cp.forward + ep.forward)) * share
+    total = engine.total
+    forward = total[F] + tp.forward + cp.forward + ep.forward
+    inputs = total[I] + again + tp.backward + cp.backward + ep.backward
+    paced = host_s * (1 + pick("again_gemm") * share / 3)
+    wait = np.maximum(paced - forward - inputs - total[W], 0.0)
+    rows = [engine.gemm, engine.attention, engine.grouped, engine.element, engine.cast, engine.gap]
+    parts = [row.sum(axis=0) for row in rows] + [wait, again]
+    parts += [x.forward + x.backward for x in (tp, cp, ep)]
+    third = wait / 3
+    return LayerCost(np.stack(np.broadcast_arrays(*parts)), forward + third, inputs + third, total[W] + third)
