@@ -7,6 +7,7 @@ import os
 import pytest
 
 from bessemer.core.errors import CheckpointError
+from bessemer.keep.checkpoint import CheckpointFolder
 from bessemer.keep.memory import COMMITTED, GENERATIONS, WRITING, Geometry, Memory, pack_layout, place
 from bessemer.keep.retention import Retention
 from bessemer.keep.slices import Box
@@ -38,21 +39,65 @@ def test_a_generation_is_committed_only_after_its_copy():
     created.close()
 
 
-def test_memory_that_its_rank_gave_back_is_not_reported_free(tmp_path):
-    """Else the rank would take a generation of its new memory for free that is just being written."""
+def _steps(root, retention=None) -> tuple[Steps, list[dict]]:
+    told = []
+    options = StepOptions(
+        root, retention or Retention(), WriteOptions("t"), send=lambda seat, message: not told.append(message)
+    )
+    return Steps(options), told
+
+
+def _hand_in(steps: Steps, step: int, owner: Seat | None) -> None:
+    """One rank of one hands in a small step, and it is written."""
     entries = place([("x", (4,), "F32", Box((0,), (4,)))])
     layout = pack_layout(entries)
-    told = []
-    seat = Seat(0, 1, 1)
-    options = StepOptions(tmp_path, Retention(), WriteOptions("t"), send=lambda seat, message: not told.append(message))
-    steps = Steps(options)
-    for step, owner in ((1, seat), (2, None)):
-        copy = MemoryCopy(Memory.create(Geometry.of(entries, layout, b"{}")), owner)
-        copy.memory.begin(0, step, layout)
-        copy.memory.commit(0, b'{"step":%d}' % step)
-        steps.hand_in(seat, copy, step, 0)
-        copy.memory.close()
-        while steps.busy:
-            steps.drain()
+    copy = MemoryCopy(Memory.create(Geometry.of(entries, layout, b"{}")), owner)
+    copy.memory.begin(0, step, layout)
+    copy.memory.commit(0, b'{"step":%d}' % step)
+    steps.hand_in(Seat(0, 1, 1), copy, step, 0)
+    copy.memory.close()
+    while steps.busy:
+        steps.drain()
+
+
+def test_memory_that_its_rank_gave_back_is_not_reported_free(tmp_path):
+    """Else the rank would take a generation of its new memory for free that is just being written."""
+    steps, told = _steps(tmp_path)
+    _hand_in(steps, 1, Seat(0, 1, 1))
+    _hand_in(steps, 2, None)
     steps.close()
     assert [(m["op"], m.get("step")) for m in told] == [("free", None), ("saved", 1), ("saved", 2)]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_unsave_the_new_one(tmp_path, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted", str(tmp_path / "step-1"))
+
+    monkeypatch.setattr("bessemer.keep.retention.remove", refuse)
+    steps, told = _steps(tmp_path, Retention(keep_last=1))
+    for step in (1, 2):
+        _hand_in(steps, step, None)
+    steps.close()
+    assert [(m["op"], m["step"], m["deleted"]) for m in told] == [("saved", 1, []), ("saved", 2, [])]
+    assert "step 2 is saved, but an older one can't be deleted: " in capsys.readouterr().err
+    assert CheckpointFolder(tmp_path).steps() == [1, 2]
+
+
+def test_a_generation_that_is_not_what_it_is_said_to_be_is_not_written(tmp_path):
+    steps, told = _steps(tmp_path)
+    memory = Memory.create(Geometry(4096, 4096, 4096))
+    copy = MemoryCopy(memory, None)
+    with pytest.raises(CheckpointError, match="not committed"):
+        steps.hand_in(Seat(0, 1, 1), copy, 1, 0)
+    memory.begin(0, 1, b"[]")
+    memory.commit(0, b"{}")
+    for step, generation in ((2, 0), (1, 1), (1, 2), (1, -1)):
+        with pytest.raises((ValueError, CheckpointError)):
+            steps.hand_in(Seat(0, 1, 1), copy, step, generation)
+    memory.begin(1, 3, b'[{"name":"x","global_shape":[4],"dtype":"F32","global_offset":[0],"shape":[4],"offset":4090}]')
+    memory.commit(1, b"{}")
+    with pytest.raises(CheckpointError, match="outside the memory"):
+        steps.hand_in(Seat(0, 1, 1), copy, 3, 1)
+    assert not copy.busy and not steps.busy and told == []
+    steps.close()
+    memory.close()

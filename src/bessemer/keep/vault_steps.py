@@ -217,7 +217,15 @@ class Steps:
         files = tuple(f for s in shards for f in s.files)
         slices = tuple(x for s in shards for x in s.slices)
         path = finalise(root, step, Manifest(work.metas[min(work.metas)], files, slices), write)
-        return path, self.options.retention.apply(root, step, write), size
+        return path, self._delete_old(step), size
+
+    def _delete_old(self, verified: int) -> list[int]:
+        """The steps deleted. What can't be deleted is no reason to call the new checkpoint unsaved."""
+        try:
+            return self.options.retention.apply(self.options.folder, verified, self.options.write)
+        except OSError as error:
+            say(f"step {verified} is saved, but an older one can't be deleted: {error}")
+            return []
 
     def _completed(self, work: _Step, result: tuple[Path, list[int], int] | None) -> None:
         work.completing = False
