@@ -159,6 +159,7 @@ def test_misplaced_keys_name_their_table(tmp_path: Path) -> None:
         ("[data]\nmixture = [{weight = inf}]", "data.mixture", "out-of-range", "a finite number for data.mixture"),
         ("[data]\nmixture = [3]", "data.mixture[0]", "wrong-type", "a list such as data.mixture = "),
         ("[layout]\ndp = 0", "layout.dp", "out-of-range", "layout.dp = 1 is the default"),
+        ("[layout]\ntp = 9999999", "layout.tp", "out-of-range", "layout.tp = 1 is the default"),
         ("[layout]\nstage_layers = [4, 0]", "layout.stage_layers[1]", "out-of-range", "a list such as layout.stage"),
         ("[machine]\nname = 5", "machine.name", "wrong-type", 'machine.name = "5"'),
         ('[machine]\ngpus = "four"', "machine.gpus", "wrong-type", "delete machine.gpus to have it chosen"),

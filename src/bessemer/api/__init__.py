@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from bessemer.api._eval import EvalResult, eval
     from bessemer.api._export import export
     from bessemer.api._generate import generate
+    from bessemer.api._ledger import ledger
     from bessemer.api._train import Trained, train
 
-__all__ = ["VERBS", "CheckResult", "EvalResult", "Trained", "check", "eval", "export", "generate", "train"]
+__all__ = ["VERBS", "CheckResult", "EvalResult", "Trained", "check", "eval", "export", "generate", "ledger", "train"]
 
 VERBS: dict[str, str] = {
     "check": "bessemer.api._check",
@@ -24,6 +25,7 @@ VERBS: dict[str, str] = {
     "eval": "bessemer.api._eval",
     "generate": "bessemer.api._generate",
     "export": "bessemer.api._export",
+    "ledger": "bessemer.api._ledger",
 }
 """Verb -> the module that holds the function of that name, in the order in which help lists them."""
 

@@ -87,7 +87,7 @@ def _range_text(key: str, error: dict[str, Any]) -> str:
     name, value, context = error["type"], error["input"], error.get("ctx", {})
     if name in _RELATIONS:
         entry, words = _RELATIONS[name]
-        return f"{key} = {toml_value(value)} must be {words} {context[entry]:g}"
+        return f"{key} = {toml_value(value)} must be {words} {context[entry]:,.12g}"
     if name == "string_pattern_mismatch":
         return f"{key} = {toml_value(value)} must be made of {_PATTERN_WORDS}"
     if name in ("too_long", "too_short"):

@@ -28,6 +28,10 @@ GELUS: Mapping[str, Literal["gelu", "gelu_tanh"]] = {
 }
 
 
+MAX_LAYERS = 100_000
+"""Far beyond any model: more is a slip, and every layer is visited when parameters are counted."""
+
+
 @dataclass(frozen=True)
 class Family:
     """How a family differs from Llama. `eps`, `positions`, `kv_heads`, `head_dim`, `theta`: transformers' defaults."""
@@ -132,7 +136,7 @@ def _gpt2_fields(keys: KeyReader) -> dict[str, Any]:
     return {
         "vocab_size": keys.integer("vocab_size"),
         "hidden_size": hidden,
-        "num_layers": keys.integer("n_layer"),
+        "num_layers": keys.integer("n_layer", most=MAX_LAYERS),
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": _head_dim(keys, "n_embd", hidden, "n_head", heads),
@@ -152,7 +156,7 @@ def _gpt2_fields(keys: KeyReader) -> dict[str, Any]:
 
 def _llama_fields(keys: KeyReader, family: Family) -> dict[str, Any]:
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    layers = keys.integer("num_hidden_layers")
+    layers = keys.integer("num_hidden_layers", most=MAX_LAYERS)
     positions = keys.integer("max_position_embeddings", family.positions)
     fields: dict[str, Any] = {
         "vocab_size": keys.integer("vocab_size"),

@@ -59,14 +59,17 @@ class KeyReader:
         self.wrong.add(key)
         self.problems.append(Problem(code=code, where=self._place(key), what=what, why=why, fix=fix))
 
-    def integer(self, key: str, default: Any = REQUIRED, *, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def integer(self, key: str, default: Any = REQUIRED, *, least: int = 1, most: int | None = None) -> int:
+        """A whole number of at least `least`, at most `most`."""
         value = self._take(key, default)
         if value is REQUIRED:
             return least
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self._mistyped(key, value, f"a whole number of at least {least}")
             return least
+        if most is not None and value > most:
+            self._mistyped(key, value, f"a whole number of at most {most}")
+            return most
         return value
 
     def integer_or_none(

@@ -86,7 +86,7 @@ class DataSection(Frozen):
 class TrainSection(Frozen):
     steps: int = Field(default=100, gt=0)
     global_batch: int = Field(default=16, gt=0)  # sequences a step
-    micro_batch: int = Field(default=8, gt=0)  # sequences a forward pass
+    micro_batch: int = Field(default=8, gt=0, le=1_000_000)  # sequences a forward pass
     batch_ramp: tuple[tuple[int, int], ...] = ()  # (until step, sequences a step before it), ascending
     lr: float = Field(default=3e-3, gt=0)
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"

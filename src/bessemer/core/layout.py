@@ -25,6 +25,9 @@ RUNNABLE: dict[str, frozenset[object]] = {
 }
 """Per field the values that `train` runs; a field that is absent here is unrestricted."""
 
+MAX_DEGREE = 1_000_000
+"""Beyond any cluster: a larger number is a slip, and searching its divisors for a fix would take for ever."""
+
 
 class Layout(Frozen):
     """Parallel degrees and the choices that go with them. All degrees are at least 1.
@@ -33,17 +36,17 @@ class Layout(Frozen):
     gradients too (ZeRO-2), or parameters as well (ZeRO-3, FSDP).
     """
 
-    dp: int = Field(default=1, ge=1)
-    tp: int = Field(default=1, ge=1)
-    pp: int = Field(default=1, ge=1)
-    cp: int = Field(default=1, ge=1)
-    ep: int = Field(default=1, ge=1)
-    etp: int = Field(default=1, ge=1)
+    dp: int = Field(default=1, ge=1, le=MAX_DEGREE)
+    tp: int = Field(default=1, ge=1, le=MAX_DEGREE)
+    pp: int = Field(default=1, ge=1, le=MAX_DEGREE)
+    cp: int = Field(default=1, ge=1, le=MAX_DEGREE)
+    ep: int = Field(default=1, ge=1, le=MAX_DEGREE)
+    etp: int = Field(default=1, ge=1, le=MAX_DEGREE)
     dp_shard: Literal["none", "optimizer", "gradient", "full"] = "none"
     sequence_parallel: bool = False
     cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"
     schedule: str = "1f1b"
-    virtual_stages: int = Field(default=1, ge=1)
+    virtual_stages: int = Field(default=1, ge=1, le=MAX_DEGREE)
     # layers of each stage in order; empty: as even as possible
     stage_layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
 

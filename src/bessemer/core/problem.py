@@ -6,6 +6,7 @@ Each room offers its checks in its own `problems.py`; they import no torch and a
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,8 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 def divisors_near(number: int, limit: int | None = None, count: int = 6) -> list[int]:
     """The first divisors of `number` from 1 up (at most `limit`), for a fix that lists what would work."""
-    return [d for d in range(1, min(number, limit or number) + 1) if number % d == 0][:count]
+    candidates = range(1, min(number, limit or number) + 1)
+    return list(itertools.islice((d for d in candidates if number % d == 0), count))
 
 
 def one_of(field: str, values: Sequence[object]) -> str:

@@ -21,8 +21,11 @@ def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[
         found += _positions(job, spec)
     if machine is not None:
         found += _devices(job, machine)
-    if spec is not None and machine is not None and (over := memory_problem(job, spec, machine)) is not None:
-        found.append(over)
+    # Stages without layers have no memory to speak of: the layout's own check says so.
+    filled = spec is not None and job.layout.pp * job.layout.virtual_stages <= spec.num_layers
+    if filled and spec is not None and machine is not None:
+        over = memory_problem(job, spec, machine)
+        found += [over] if over is not None else []
     return found
 
 

@@ -13,6 +13,9 @@ from bessemer.core.schedules import SCHEDULES
 
 __all__ = ["problems"]
 
+_LARGEST_DEGREE = 4096
+"""No fix names a larger degree: no tensor, context or expert group is wider than that."""
+
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
     """All contradictions of the layout; those with the model only where `spec` could be read."""
@@ -30,7 +33,7 @@ def _problem(code: str, where: str, what: str, *, why: str, fix: str) -> Problem
 
 def _degrees(fits: Callable[[int], bool], near: int, count: int = 5) -> list[int]:
     """The degrees that fit and lie nearest to `near`, ascending. 1 always fits."""
-    candidates = [d for d in range(1, 4 * near + 1) if fits(d)]
+    candidates = [d for d in range(1, min(4 * near, _LARGEST_DEGREE) + 1) if fits(d)]
     return sorted(sorted(candidates, key=lambda d: (abs(d - near), d))[:count])
 
 
