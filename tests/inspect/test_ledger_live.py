@@ -1,7 +1,8 @@
 """The ledger of steps that torch really runs, with a loss put into each factor.
 
 Seconds come from a simulated device: a dispatch mode below `KernelSample` that advances a clock by what an operator
-would cost. So the measurement is the real one, and the expected factors are exact. The last test uses the real clock.
+would cost. So the measurement is the real one, and the expected factors are exact. The last test takes the time of the
+real work.
 """
 
 from __future__ import annotations
@@ -103,7 +104,6 @@ def train(
     """A plain training loop that leaves a run folder; every second step is sampled, the second one first."""
     torch.manual_seed(0)
     tokens_BS = torch.randint(0, 64, (BATCH, SEQUENCE))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     builder = RunBuilder(tiny_job(), world_size=1)
     builder.start()
     for number in range(1, steps + 1):
@@ -113,8 +113,10 @@ def train(
             loss = model(tokens_BS)
             between()
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
         step_s = clock() - start
         builder.wait(step_s)
         samples = [(number - 1) * BATCH, number * BATCH]
@@ -204,32 +206,35 @@ def test_time_between_kernels_moves_node_efficiency(tmp_path: Path, healthy: Led
     assert lost_s(ill, "stability") == pytest.approx(lost_s(healthy, "stability"), abs=NOTHING_S)
 
 
-class Sleeper(TorchDispatchMode):
-    """Sleeps in each product and keeps the seconds that it really slept."""
+class Slowed(TorchDispatchMode):
+    """Real time of this thread's own work, and above it what is added in each product and by `add`.
 
-    def __init__(self, seconds: float) -> None:
+    The thread's CPU time and not the wall clock, so that other work on the machine changes nothing.
+    """
+
+    def __init__(self, kernel_s: float) -> None:
         super().__init__()
-        self.seconds, self.slept = seconds, 0.0
+        self.kernel_s, self.in_kernels, self.beside = kernel_s, 0.0, 0.0
 
-    def sleep(self) -> None:
-        start = time.perf_counter()
-        time.sleep(self.seconds)
-        self.slept += time.perf_counter() - start
+    def add(self, seconds: float) -> None:
+        self.beside += seconds
+
+    def clock(self) -> float:
+        return time.thread_time() + self.in_kernels + self.beside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket is aten.mm:
-            self.sleep()
+            self.in_kernels += self.kernel_s
         return func(*args, **(kwargs or {}))
 
 
-def test_on_the_real_clock(tmp_path: Path) -> None:
-    """Sleeps of a known length, long against all else that a step does, inside the kernels and between them."""
-    inside, beside = Sleeper(0.025), Sleeper(0.3)
-    model = Tiny(tiny_job())
-    model(torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)).backward()  # first calls are slow
-    with inside:
-        ledger = train(tmp_path / "run", model, time.perf_counter, beside.sleep, steps=2)
-    kernel_s, step_s = inside.slept / 2, (inside.slept + beside.slept) / 2
+def test_on_a_real_clock(tmp_path: Path) -> None:
+    """Delays long against all else that a step does, inside the kernels and between them."""
+    slowed, model = Slowed(kernel_s=0.5), Tiny(tiny_job())
+    with slowed:
+        ledger = train(tmp_path / "run", model, slowed.clock, lambda: slowed.add(6.0), steps=2)
+    kernel_s, step_s = slowed.in_kernels / 2, (slowed.in_kernels + slowed.beside) / 2
+    assert kernel_s == 0.5 * 24
     assert value(ledger, "node_efficiency") == pytest.approx(kernel_s / step_s, rel=0.03)
     useful_s = (ledger.useful_flops or 0) / 2 / PEAKS["bf16"]
     assert value(ledger, "effective_compute") == pytest.approx(useful_s / kernel_s, rel=0.03)
