@@ -59,7 +59,7 @@ class Order:
         index = self._permute(index, keys)
         while index >= self.num_samples:
             index = self._permute(index, keys)
-        return index
+        return int(index)
 
     def samples(self, places: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The samples at many places, each as `sample` gives it."""

@@ -34,7 +34,7 @@ def vocab_size_of(content: dict[str, Any]) -> int:
     vocab = content["model"]["vocab"]
     ids = [token["id"] for token in content.get("added_tokens") or []]
     largest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
-    return max([largest, *ids]) + 1
+    return int(max([largest, *ids])) + 1
 
 
 def id_of(token: str, content: dict[str, Any]) -> int | None:
@@ -45,7 +45,8 @@ def id_of(token: str, content: dict[str, Any]) -> int | None:
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):
         return next((i for i, piece in enumerate(vocab) if piece[0] == token), None)
-    return vocab.get(token)
+    found = vocab.get(token)
+    return None if found is None else int(found)
 
 
 def end_token_of(path: Path, content: dict[str, Any]) -> str | None:

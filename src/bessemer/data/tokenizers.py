@@ -250,7 +250,7 @@ def byte_tokenizer_json() -> str:
     others = [b for b in range(256) if b not in printable]
     letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    content = {
+    content: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
