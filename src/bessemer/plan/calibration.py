@@ -53,6 +53,7 @@ class Constants:
     attention: float  # forward, on causal FLOPs, at long sequences
     attention_backward: float  # backward efficiency / forward efficiency, for 2.5 times the FLOPs
     attention_half: float  # sequence length at half efficiency
+    attention_half_dim: float  # head_dim at half efficiency
     unfused: float  # bytes moved by unfused attention, x counted
     unfused_attention: float  # 1 where scores go through memory, 0 for flash attention
     head_dim_penalty: float  # x where head_dim is no multiple of 8 in unfused attention
@@ -66,6 +67,7 @@ class Constants:
     moe_fixed_s: float  # a layer and pass
     grouped_half_tokens: float  # tokens of an expert at half efficiency
     grouped_half_width: float  # expert width at half efficiency
+    unfused_experts: float  # x the bytes of the activation in experts with biases
     permute: float  # bytes moved by permutation, x counted
     layer: float  # x on the layer's kernels
     recompute_full: float  # share of a layer that `full` makes again
@@ -74,7 +76,8 @@ class Constants:
     x_pp: float
     x_dp: float
     x_fsdp: float
-    x_ep: float
+    x_ep: float  # of dispatch and combine inside a scale-up domain
+    x_ep_wire: float  # between hosts
     slow: float  # compute slowed by overlapped exchanges, x their time
     bubble: float
     nvlink: float  # x on the measured or nominal bus bandwidth inside a node

@@ -50,6 +50,7 @@ class Dims:
     learned_positions: float  # rows of a learned position table
     norm_params: float  # parameters of one norm of width hidden, as a multiple of hidden (layernorm 2, rmsnorm 1)
     bias: float  # 1 where the linear layers have biases
+    expert_bias: float  # 1 where the experts have biases
 
     @property
     def mla(self) -> float:
@@ -124,6 +125,7 @@ def dims_of(spec: ModelSpec) -> Dims:
         learned_positions=spec.max_positions if spec.positions == "learned" else 0,
         norm_params=2 if spec.norm == "layernorm" else 1,
         bias=float(spec.mlp_bias),
+        expert_bias=float(spec.moe is not None and spec.mlp_bias),
     )
 
 

@@ -57,7 +57,7 @@ class Problem:
         return Constants(**{f: values[self.index[f]] for f in self.fields})
 
     def log_error(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        seconds, _ = predict(self.batch, self.constants(values))
+        seconds, _ = predict(self.batch, self.constants(values), memory=False)
         return np.log(seconds / self.measured)
 
 

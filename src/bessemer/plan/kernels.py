@@ -133,6 +133,7 @@ def attention_core(
     """
     flops = attention_flops(tokens, seq, tp, d)
     eff = c.attention * np.asarray(seq, float) / (seq + c.attention_half)
+    eff = eff * (1 + c.attention_half_dim / 128) / (1 + c.attention_half_dim / d.qk_dim)  # the constants speak of 128
     flash_f = flops / (r.bf16 * c.clock * eff)
     flash_b = 2.5 * flops / (r.bf16 * c.clock * eff * c.attention_backward)
     scores = np.asarray(tokens, float) * seq * d.heads / tp

@@ -146,7 +146,7 @@ _DROPS = ("drop_norm", "drop_act", "drop_core", "drop_rest")
 
 def memory_of(l: Layouts, d: Dims, w: Work, c: Constants, num_micro: Any) -> Memory:
     """The heaviest of the first, the second and the last stage."""
-    first, middle, last = stage_layers(d.layers, l.pp, l.virtual_stages, l.first_layers, l.last_layers)
+    first, middle, last = stage_layers(d.layers, l.pp, l.virtual_stages, l.first_layers, l.last_layers, d.mtp_layers)
     one = np.where(l.pp == 1, 1.0, 0.0)
     stages = [
         _stage(l, d, w, c, (first, np.zeros_like(l.pp), num_micro, 1.0, one)),

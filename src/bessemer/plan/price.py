@@ -17,7 +17,7 @@ from bessemer.plan.collectives import group_s, p2p_s
 from bessemer.plan.dims import dims_of
 from bessemer.plan.kernels import cross_entropy_s, gemm_s, optimizer_s
 from bessemer.plan.layer import CATEGORIES, Keys, LayerCost, Work, layer_cost, precision_of
-from bessemer.plan.memory import Memory, memory_of, stage_kinds, stage_params
+from bessemer.plan.memory import MEMORY_LINES, Memory, memory_of, stage_kinds, stage_params
 from bessemer.plan.pipeline import bubble_s, stage_layers
 from bessemer.plan.rates import Rates, rates_of
 from bessemer.plan.space import DP_SHARDS, Layouts
@@ -109,18 +109,28 @@ def price_arrays(
     global_batch: NDArray[np.float64],
     *,
     calibrated: Any = True,
+    memory: bool = True,
 ) -> Prices:
     """As `price`, for dims, rates and constants that are floats or arrays with one entry a layout."""
     num_micro = global_batch / (l.micro_batch * l.dp)
     dense, moe, index = _layers(l, d, w, r, c)
     first_layers, middle_layers, last_layers = stage_layers(
-        d.layers, l.pp, l.virtual_stages, l.first_layers, l.last_layers
+        d.layers, l.pp, l.virtual_stages, l.first_layers, l.last_layers, d.mtp_layers
     )
     ends = _ends(l, d, w, r, c)
     one = l.pp == 1
-    first = _stage(d, dense, moe, index, first_layers, True, ends[0] + np.where(one, ends[1], 0.0))
+    first = _stage(
+        d,
+        dense,
+        moe,
+        index,
+        first_layers + np.where(one, d.mtp_layers, 0.0),
+        True,
+        ends[0] + np.where(one, ends[1], 0.0),
+    )
     middle = _stage(d, dense, moe, index, np.where(l.pp > 2, middle_layers, 0.0), False, 0.0 * ends[0])
-    last = _stage(d, dense, moe, index, np.where(one, 0.0, last_layers), False, np.where(one, 0.0, ends[1]))
+    mtp = d.mtp_layers  # a module is a layer like the last one, its joining projection and its own pass over the head
+    last = _stage(d, dense, moe, index, np.where(one, 0.0, last_layers + mtp), False, np.where(one, 0.0, ends[1]))
     stages = (first, middle, last)
     totals = np.stack([s.total for s in stages])
     slowest = totals.argmax(axis=0)
@@ -128,12 +138,11 @@ def price_arrays(
     pace = pick([s.total for s in stages])
     whole = first.total + last.total + np.maximum(l.pp - 2, 0) * middle.total
     parts = np.stack([pick([s.parts[i] for s in stages]) for i in range(len(CATEGORIES) + 1)]) * num_micro
-    mean = whole / l.pp
     f, i, wt = (
         np.where(pace > 0, x, 0.0)
         for x in (pick([getattr(s, n) for s in stages]) for n in ("forward", "inputs", "weights"))
     )
-    even = np.where(pace > 0, mean / pace, 1.0)
+    even = (whole - pace) / np.maximum((l.pp - 1) * pace, 1e-30)  # the other stages against as many of the slowest
     bubble = c.bubble * bubble_s(l.schedule, l.pp, l.virtual_stages, f * even, i * even, wt * even)
     p2p = _p2p(l, d, w, r, c, num_micro)
     params = _rank_params(l, d, slowest, (first_layers, middle_layers, last_layers))
@@ -161,9 +170,9 @@ def price_arrays(
     names = dict(zip((*CATEGORIES, "ends"), parts, strict=True))
     zero = np.zeros(len(l))
     names.update(p2p=p2p, bubble=bubble, imbalance=zero, dp=dp, optimizer=update, scale=scale, fixed=zero + c.step_s)
-    memory = memory_of(l, d, w, c, num_micro)
+    weighed = memory_of(l, d, w, c, num_micro) if memory else Memory({k: zero for k in MEMORY_LINES}, zero, zero)
     low, high = _band(l, d, step, calibrated)
-    return Prices(step, low, high, memory.total, num_micro, names, memory, f, i, wt)
+    return Prices(step, low, high, weighed.total, num_micro, names, weighed, f, i, wt)
 
 
 def _layers(l: Layouts, d: Dims, w: Work, r: Rates, c: Constants) -> tuple[LayerCost, LayerCost, Any]:
@@ -216,7 +225,9 @@ def _ends(l: Layouts, d: Dims, w: Work, r: Rates, c: Constants) -> tuple[Any, An
 
 def _p2p(l: Layouts, d: Dims, w: Work, r: Rates, c: Constants, num_micro: Any) -> Any:
     """A message each way for every micro-batch and chunk, partly hidden, and the unhidden ones that fill the pipeline."""
-    size = l.micro_batch * w.seq / l.cp * d.hidden * 2.0 / np.where(l.sequence_parallel > 0, l.tp, 1)
+    size = (
+        l.micro_batch * w.seq / l.cp * d.hidden * 2.0 / l.tp
+    )  # each rank sends its part; without sequence parallel it is gathered again inside the node
     inside = l.dp * l.cp * l.tp * l.pp <= r.domain
     one = p2p_s(size, inside, r, c)
     chunks = np.maximum(l.virtual_stages, 1)

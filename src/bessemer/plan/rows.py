@@ -98,6 +98,7 @@ class Row:
     seq: float
     attention_share: float
     frozen: float
+    imbalance: float
     measured_s: float | None
     measured_bytes: float | None
     allocated_only: bool
@@ -232,6 +233,7 @@ def _row(cells: dict[str, str], fixes: Mapping[str, str], siblings: Mapping[tupl
         seq=seq,
         attention_share=0.2 if packed else 1.0,
         frozen=1.0 if task.startswith("lora") else 0.0,
+        imbalance=_imbalance(cells, assumed),
         measured_s=measured,
         measured_bytes=memory,
         allocated_only=era == "megatron-plain",
@@ -308,7 +310,15 @@ def _dims(cells: Mapping[str, str], assumed: list[str]) -> Dims:
         learned_positions=0,
         norm_params=1 if gated else 2,
         bias=0,
+        expert_bias=float(name.startswith("gptoss")),
     )
+
+
+def _imbalance(cells: Mapping[str, str], assumed: list[str]) -> float:
+    if "natural routing" not in cells.get("notes", "").lower():
+        return 1.0
+    assumed.append("expert imbalance 1.5 (natural routing)")
+    return 1.5
 
 
 def _nic(cells: Mapping[str, str]) -> float | None:
@@ -420,7 +430,8 @@ def _layout(
     if left or dp < 1 or (printed is not None and printed != dp and not cells.get("ep")):
         raise _SkipError("degrees don't multiply to the GPU count")
     ep = degree("ep", 1)
-    etp_default = tp if era == "megatron-2024" and dims.experts and ep * tp <= dp * cp * tp else 1
+    nemo = "nemo" in cells.get("framework", "").lower() and "bridge" not in cells.get("framework", "").lower()
+    etp_default = tp if nemo and dims.experts and ep * tp <= dp * cp * tp else 1  # Megatron-Core's default; Bridge: 1
     etp = degree("etp", etp_default) if dims.experts else 1
     if dims.experts and (ep * etp > dp * cp * tp or dims.experts % ep):
         raise _SkipError("experts don't divide over ep")
@@ -437,6 +448,7 @@ def _layout(
         "cp_kind": "ulysses" if era == "megatron-plain" else "ring",
         "tp_overlap": _tp_overlap(cells, era),
         "replicas": _replicas(sharding, dp * cp),
+        "graph": int("tokendrop" in cells.get("model", "").lower()),  # fixed shapes: launched as graphs
     }  # fmt: skip
     return layout, batch
 
@@ -546,16 +558,29 @@ def _step_time(cells: Mapping[str, str], dims: Dims, batch: float, seq: float, a
         return step
     if tokens and gpus:
         return batch * seq / (tokens * gpus)
-    rate = _number(cells, "tflops_per_gpu")
+    rate, share = _number(cells, "tflops_per_gpu"), _number(cells, "mfu_pct")
+    if not rate and share and "989" in cells.get("flops_convention", ""):
+        rate = share / 100 * 989.5
     if not rate or not gpus:
         return None
-    assumed.append("step time from model FLOPs with full attention")
+    causal = _counts_causal(cells)
+    assumed.append(f"step time from model FLOPs with {'causal' if causal else 'full'} attention")
     layer = float(dims.attention_params + dims.latent_params)
     dense = (dims.layers - dims.moe_layers) * dims.dense_params
     active = (dims.up_mats + 1) * dims.hidden * (dims.top_k * dims.expert_ffn + dims.shared_ffn)
     weights = dims.layers * layer + dense + dims.moe_layers * active + dims.hidden * dims.vocab
-    attention = dims.layers * seq * dims.heads * (dims.qk_dim + dims.v_dim)
+    attention = dims.layers * seq * dims.heads * (dims.qk_dim + dims.v_dim) * (0.5 if causal else 1.0)
     return float(batch * seq * (6 * weights + 6 * attention) / (rate * 1e12 * gpus))
+
+
+def _counts_causal(cells: Mapping[str, str]) -> bool:
+    """Whether the source's model FLOPs count half of the attention; Megatron-Core does since 2025."""
+    text = cells.get("flops_convention", "").lower()
+    if "full" in text or "non-causal" in text:
+        return False
+    if "causal" in text:
+        return True
+    return "megatron" in cells.get("framework", "").lower() and (_number(cells, "year") or 0) >= 2025
 
 
 def _memory(cells: Mapping[str, str]) -> float | None:

@@ -39,7 +39,7 @@ class Layouts:
     Beyond `Layout`: micro_batch (sequences), recompute and recompute_layers (layers of each stage where a policy works
     by layer), recipe; first_layers and last_layers of the outer stages (0: even, with one layer less where embedding
     or head count as a layer, see `bessemer.plan.pipeline.stage_layers`); replicas of HSDP (1: sharded over all of dp);
-    tp_overlap (tensor-parallel exchanges run under the products); offload of the optimizer state and of activations.
+    tp_overlap (tensor-parallel exchanges run under the products); graph (kernels are launched as one graph); offload of the optimizer state and of activations.
     """
 
     dp: NDArray[np.int64]
@@ -61,6 +61,7 @@ class Layouts:
     last_layers: NDArray[np.int64]
     replicas: NDArray[np.int64]
     tp_overlap: NDArray[np.int64]
+    graph: NDArray[np.int64]
     offload_optimizer: NDArray[np.int64]
     offload_activations: NDArray[np.int64]
 

@@ -42,6 +42,7 @@ def batch_of(rows: list[Row]) -> Batch:
         seq=np.array([r.seq for r in rows]),
         attention_share=np.array([r.attention_share for r in rows]),
         frozen=np.array([r.frozen for r in rows]),
+        imbalance=np.array([r.imbalance for r in rows]),
     )
     return Batch(
         Layouts.of(len(rows), **columns),
@@ -53,9 +54,11 @@ def batch_of(rows: list[Row]) -> Batch:
     )
 
 
-def predict(batch: Batch, constants: Constants) -> tuple[NDArray[np.float64], Prices]:
+def predict(batch: Batch, constants: Constants, *, memory: bool = True) -> tuple[NDArray[np.float64], Prices]:
     """Seconds of each row, and the whole prices. A row that measured one layer alone gets just its kernels."""
-    prices = price_arrays(batch.layouts, batch.dims, batch.work, batch.rates, constants, batch.global_batch)
+    prices = price_arrays(
+        batch.layouts, batch.dims, batch.work, batch.rates, constants, batch.global_batch, memory=memory
+    )
     layers = np.sum([v for k, v in prices.breakdown.items() if k not in _BESIDE], axis=0)
     return np.where(batch.one_layer, layers, prices.step_s), prices
 
