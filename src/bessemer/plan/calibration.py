@@ -48,6 +48,7 @@ class Constants:
     gemm_fp4: float  # of the fp4 peak
     clock: float  # sustained clock of this product against its generation
     gemm_half_k: float  # depth K at which a product reaches half of its efficiency
+    gemm_half_n: float  # the same for the smallest of rows, columns and depth, summed
     hbm: float  # of the memory bandwidth
     gap_s: float  # between two kernels
     attention: float  # forward, on causal FLOPs, at long sequences

@@ -109,7 +109,8 @@ def group_s(op: Op, size_bytes: Any, ranks: Any, local: Any, rates: Rates, const
         outer = np.where(outside > 1, wire + constants.hop_s, 0.0)
     else:
         wire = size / inside * (outside - 1) / outside / (rates.nic_bytes_per_s * constants.nic)
-        steps = np.minimum(outside - 1, 2 * np.log2(np.maximum(outside, 1)) + 8)
+        # all-reduce over many hosts goes by trees, gather and scatter by rings
+        steps = np.minimum(outside - 1, 2 * np.log2(np.maximum(outside, 1)) + 8) if op == "all_reduce" else outside - 1
         outer = np.where(outside > 1, _TURNS[op] * (wire + steps * constants.hop_s), 0.0)
     return np.maximum(inner, outer)
 

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 F, I, W = 0, 1, 2
+_FILL = 1.25
+"""How sharply a grouped product saturates; between 1 and 1.5 the rows can't tell."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def gemm_s(
     flops = 2 * tokens * out * depth / rate
     a, b, y = tokens * depth, depth * out, tokens * out
     hbm = r.hbm_bytes_per_s
+    narrow = 1.0 + c.gemm_half_n * (1 / np.maximum(tokens, 1.0) + 1 / np.maximum(out, 1.0) + 1 / np.maximum(depth, 1.0))
+    flops = flops * narrow
     return np.stack(
         np.broadcast_arrays(
             flops * _deep(depth, c) + (operand * (a + b) + p.compute_bytes * y) / hbm,
@@ -102,12 +106,13 @@ def _deep(depth: Any, c: Constants) -> Any:
     return 1.0 + c.gemm_half_k / np.maximum(depth, 1.0)
 
 
-def cast_s(tokens: Any, out: Any, depth: Any, p: Precision, r: Rates, c: Constants) -> NDArray[np.float64]:
-    """[3, S] seconds to quantise the input of a linear layer (forward) and the gradient of its output (backward)."""
+def cast_s(tokens: Any, grads: Any, out: Any, depth: Any, p: Precision, r: Rates, c: Constants) -> NDArray[np.float64]:
+    """[3, S] seconds to quantise `tokens` rows of a linear layer's input (forward) and `grads` rows of the gradient of
+    its output (backward): what is gathered over tensor-parallel ranks is quantised before, by each its own part."""
     each = c.cast * p.cast_bytes / (r.hbm_bytes_per_s * c.hbm)
     zero = np.zeros(np.broadcast(tokens, out, depth).shape)
     used = np.where(np.asarray(out) > 0, 1.0, 0.0)
-    return np.stack(np.broadcast_arrays(each * tokens * depth * used, each * tokens * out * used, zero))
+    return np.stack(np.broadcast_arrays(each * tokens * depth * used, each * grads * out * used, zero))
 
 
 def mean_keys(seq: Any, d: Dims) -> Any:
@@ -149,7 +154,7 @@ def attention_core(
 def grouped_share(tokens_per_expert: Any, width: Any, c: Constants) -> Any:
     """Efficiency of a grouped product against a plain one: saturates in tokens of an expert and in its width."""
     rows = np.asarray(tokens_per_expert, float)
-    return rows / (rows + c.grouped_half_tokens) * width / (width + c.grouped_half_width)
+    return 1 / ((1 + (c.grouped_half_tokens / rows) ** _FILL) * (1 + (c.grouped_half_width / width) ** _FILL))
 
 
 def cross_entropy_s(tokens: Any, vocab: Any, r: Rates, c: Constants) -> Any:

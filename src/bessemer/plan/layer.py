@@ -171,16 +171,17 @@ def _attention_part(
     nope_v = d.heads * (d.qk_dim - d.rope_dim + d.v_dim) / k.tp
     local = tokens / np.where(k.sequence_parallel > 0, k.tp, 1)
     q_in = np.where(np.asarray(d.q_rank) > 0, d.q_rank, d.hidden)
-    products = [
-        (tokens, np.where(mla, q, q + kv), np.where(mla, q_in, d.hidden)),
-        (tokens, np.broadcast_to(d.hidden, size), out),
-        (tokens, np.where(mla, nope_v, 0.0), np.maximum(d.kv_rank, 1.0)),
-        (local, np.where(mla, d.q_rank + d.kv_rank + d.rope_dim, 0.0), np.broadcast_to(d.hidden, size)),
+    hidden = np.broadcast_to(d.hidden, size)
+    products = [  # rows, rows quantised forward and backward, width, depth
+        (tokens, local, tokens, np.where(mla, q, q + kv), np.where(mla, q_in, d.hidden)),
+        (tokens, tokens, local, hidden, out),
+        (tokens, local, tokens, np.where(mla, nope_v, 0.0), np.maximum(d.kv_rank, 1.0)),
+        (local, local, local, np.where(mla, d.q_rank + d.kv_rank + d.rope_dim, 0.0), hidden),
     ]
     part = Passes.zero(size)
-    for rows, width, depth in products:
+    for rows, ahead, back, width, depth in products:
         part.gemm += gemm_s(rows, width, depth, p, r, c) * (width > 0)
-        part.cast += cast_s(rows, width, depth, p, r, c)
+        part.cast += cast_s(ahead, back, width, depth, p, r, c)
         part.element += _adapter_s(rows, width, depth, w, r, c)
     core = attention_core(tokens, w.seq, k.tp, d, p, r, c)
     part.attention += core * np.where(np.asarray(c.unfused_attention) > 0, 1.0, w.attention_share)
@@ -203,9 +204,9 @@ def _dense_part(
     hidden = np.broadcast_to(np.asarray(d.hidden, float), (size,))
     local = tokens / np.where(k.sequence_parallel > 0, k.tp, 1)
     part = Passes.zero(size)
-    for out, depth in ((d.up_mats * width, hidden), (hidden, width)):
+    for ahead, back, out, depth in ((local, tokens, d.up_mats * width, hidden), (tokens, local, hidden, width)):
         part.gemm += gemm_s(tokens, out, depth, p, r, c)
-        part.cast += cast_s(tokens, out, depth, p, r, c)
+        part.cast += cast_s(ahead, back, out, depth, p, r, c)
         part.element += _adapter_s(tokens, out, depth, w, r, c)
     act = tokens * width
     around = local * d.hidden * float(whole)
@@ -219,7 +220,7 @@ def _dense_part(
 def _tp_exchange(k: Keys, tokens: Any, gathered: Any, d: Dims, p: Precision, r: Rates, c: Constants) -> _Exchange:
     """With sequence parallel a gather and a scatter forward, the same and one more gather backward (for the weight
     gradient); without it an all-reduce each way. All of it is exposed unless `tp_overlap`."""
-    into, out = tokens * gathered * p.compute_bytes, tokens * d.hidden * p.compute_bytes
+    into, out = tokens * gathered * np.minimum(p.operand_bytes, p.compute_bytes), tokens * d.hidden * p.compute_bytes
     gather = group_s("all_gather", into, k.tp, r.domain, r, c)
     scatter = group_s("reduce_scatter", out, k.tp, r.domain, r, c)
     reduce = group_s("all_reduce", out, k.tp, r.domain, r, c)
@@ -265,7 +266,7 @@ def _moe_part(k: Keys, tokens: Any, d: Dims, w: Work, p: Precision, r: Rates, c:
         weights = (experts - 1) * out * depth / r.hbm_bytes_per_s
         more = np.stack(np.broadcast_arrays(weights * p.operand_bytes, weights * p.operand_bytes, weights * 8.0))
         part.grouped += gemm_s(rows, out, depth, fast, r, c) + more
-        part.cast += cast_s(rows, out, depth, p, r, c)
+        part.cast += cast_s(rows, rows, out, depth, p, r, c)
     part.gemm += gemm_s(own, np.maximum(d.experts, 1.0), hidden, p, r, c, wide=True)
     # experts with biases and a clamped activation run it as separate kernels
     act, moved = (

@@ -288,7 +288,9 @@ def _data_parallel(
     zero1 = plain - hidden_b * (1 - keep) + np.where(l.dp_shard == 0, 0.0, gather - hidden_f * (1 - keep))
     rounds = np.where(l.pp > 1, 1.0, num_micro)
     fs = np.minimum(c.x_fsdp + np.maximum(1 - c.x_fsdp, 0) * c.slow * r.engine, 1.0)
-    into, out = gather, gather * (c.resharded - 1) + scatter
+    hosts = np.maximum(group / np.minimum(local, group), 1)
+    start = np.maximum(d.layers / l.pp - 1, 0) * (r.latency_s * (group > 1) + (hosts - 1) * c.hop_s)  # of the other layers
+    into, out = gather + start, (gather + start) * (c.resharded - 1) + scatter + start
     hide_f, hide_b = np.minimum(into, forward), np.minimum(out, backward)
     lead = into / np.maximum(d.layers, 1)
     fsdp = rounds * (into - hide_f * (1 - fs) + out - hide_b * (1 - fs) + lead)

@@ -369,7 +369,7 @@ def _era(cells: Mapping[str, str]) -> str:
         if when < 2410:
             return "megatron-2024"
         return "megatron-2025" if when < 2600 else "megatron-2026" if when < 2606 else "megatron-2026.06"
-    return "megatron-2024" if year <= 2024 else "megatron-2025"
+    return "megatron-2024" if year <= 2024 else "megatron-2025" if year == 2025 else "megatron-2026"
 
 
 _RECIPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
@@ -429,6 +429,8 @@ def _layout(
     printed = _number(cells, "dp")
     if left or dp < 1 or (printed is not None and printed != dp and not cells.get("ep")):
         raise _SkipError("degrees don't multiply to the GPU count")
+    if re.search(r": (fsdp|tp \+ ep)", cells.get("framework", "").lower()) and not cells.get("dp") and not cells.get("mbs"):
+        raise _SkipError("baseline whose degrees aren't printed")
     ep = degree("ep", 1)
     nemo = "nemo" in cells.get("framework", "").lower() and "bridge" not in cells.get("framework", "").lower()
     etp_default = tp if nemo and dims.experts and ep * tp <= dp * cp * tp else 1  # Megatron-Core's default; Bridge: 1
@@ -576,7 +578,7 @@ def _step_time(cells: Mapping[str, str], dims: Dims, batch: float, seq: float, a
 def _counts_causal(cells: Mapping[str, str]) -> bool:
     """Whether the source's model FLOPs count half of the attention; Megatron-Core does since 2025."""
     text = cells.get("flops_convention", "").lower()
-    if "full" in text or "non-causal" in text:
+    if "full" in text or "non-causal" in text or "989" in text:  # papers' MFU counts it in full
         return False
     if "causal" in text:
         return True
