@@ -6,7 +6,8 @@
     python -m bessemer.runtime.peaks                       # measure again and print
 
 The cached file is a machine file (`core.machine.cpu_local_file`). It is measured anew when the processor, the number
-of usable cores or the torch version differ from those it names. Reading it imports no torch.
+of usable cores or the torch version differ from those it names, or where it was taken on a busy computer. Reading it
+imports no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,18 +67,18 @@ def measure_peaks(
 
 
 def ensure_peaks(machine: Machine, *, cache: str = DEFAULT_CACHE, seconds: float = 1.2) -> Machine:
-    """`machine` with peaks: for `cpu-local` measured once and kept in `cpu_local_file(cache)`, else as it is."""
+    """`machine` with peaks: for `cpu-local` measured once and kept in `cpu_local_file(cache)`, else as it is.
+
+    A measurement taken while other work kept the processor busy is too low. It is repeated at each start until one
+    met a quiet computer, and the best rate of each data type is kept.
+    """
     if machine.name != "cpu-local":
         return machine
     file = cpu_local_file(cache)
-    if file.is_file():
-        try:
-            kept = Machine.from_toml(file.read_text(encoding="utf-8"), str(file))
-        except (ConfigError, UnicodeDecodeError):
-            kept = None  # torn or of another version: measured again below
-        if kept is not None and kept.origin.source.startswith(_conditions()) and kept.peak("fp32") is not None:
-            return machine.model_copy(update={"peak_flops_per_s": kept.peak_flops_per_s, "origin": kept.origin})
-    measured = _measured(machine, seconds)
+    kept = _kept(file)
+    if kept is not None and not _was_busy(kept):
+        return machine.model_copy(update={"peak_flops_per_s": kept.peak_flops_per_s, "origin": kept.origin})
+    measured = _measured(machine, seconds, kept)
     _write(file, measured.model_copy(update={"memory_bytes": None, "origins": {}}).to_toml())
     return measured
 
@@ -108,13 +110,34 @@ def _gemm_rate(dtype: torch.dtype, size: int, seconds: float, clock: Callable[[]
     return 2.0 * size**3 / fastest
 
 
-def _measured(machine: Machine, seconds: float) -> Machine:
+def _kept(file: Path) -> Machine | None:
+    """The stored measurement; None where there is none, or one of other conditions, or a torn one."""
+    if not file.is_file():
+        return None
+    try:
+        kept = Machine.from_toml(file.read_text(encoding="utf-8"), str(file))
+    except (ConfigError, UnicodeDecodeError):
+        return None  # torn, or of another version: measured again
+    fits = kept.origin.source.startswith(_conditions()) and kept.peak("fp32") is not None
+    return kept if fits else None
+
+
+def _measured(machine: Machine, seconds: float, kept: Machine | None) -> Machine:
+    load = os.getloadavg()[0]  # before: the measurement is load itself
+    found = measure_peaks(seconds=seconds)
+    if kept is not None:
+        found = {name: max(rate, kept.peak(name) or 0.0) for name, rate in found.items()}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    sizes = ", ".join(map(str, GEMM_SIZES))
-    source = f"{_conditions()}; best square GEMM of {sizes} on {today}: python -m bessemer.runtime.peaks"
-    peaks = Peaks(**measure_peaks(seconds=seconds))
+    how = f"best square GEMM of {', '.join(map(str, GEMM_SIZES))} on {today}, load average {load:.1f} before"
+    source = f"{_conditions()}; {how}: python -m bessemer.runtime.peaks"
     origin = Origin(kind="measured", source=source)
-    return machine.model_copy(update={"peak_flops_per_s": peaks, "origin": origin})
+    return machine.model_copy(update={"peak_flops_per_s": Peaks(**found), "origin": origin})
+
+
+def _was_busy(kept: Machine) -> bool:
+    """Whether more than half of the cores had other work when it was measured."""
+    found = re.search(r"load average ([0-9.]+) before", kept.origin.source)
+    return found is None or float(found[1]) > usable_cores() / 2
 
 
 def _conditions() -> str:
