@@ -26,6 +26,7 @@ from bessemer.models.decoder import Decoder
 from bessemer.models.hf import export_hf, import_hf
 
 PROMPT = "<|im_start|>user\nThe capital of France is<|im_end|>\n<|im_start|>assistant\n"
+OF_THE_GGUF = ("quantization_config", "_model_name_or_path", "unk_token_id")  # say nothing of the widened model
 
 
 def gguf_file() -> Path | None:
@@ -47,7 +48,7 @@ def widen(gguf: Path, folder: Path) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {k: v.contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    config = {k: v for k, v in json.loads(model.config.to_json_string()).items() if k not in OF_THE_GGUF}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer.save_pretrained(folder)
     return model, tokenizer
