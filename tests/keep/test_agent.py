@@ -145,6 +145,7 @@ except Exception as error:
     err = capfd.readouterr().err
     assert "failed [non-finite] loss is nan; first bad tensor: layers.0.attn.q.weight (rank 0, step 2)" in err
     assert "-> lower train.lr" in err
+    assert "bessemer train" not in err  # it would fail again
     assert "Traceback" not in err
     assert "NonFinite: loss is nan" in RunFolder(job).log_file(0).read_text()
     assert "rank_lost" not in events(RunFolder(job))
@@ -352,3 +353,20 @@ def test_a_vault_that_does_not_start_is_told_and_nothing_is_left(tmp_path: Path)
     folder = RunFolder(job)
     folder.lock()
     folder.unlock()
+
+
+def test_a_checkpoint_that_outlived_its_rank_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+for n in range(1, 5):
+    step(n)
+    if n == 1: member.event("saved", step=1, path="one")
+    if n == 3:
+        os.makedirs(os.environ["BESSEMER_RUN"] + "/checkpoints/step-3")
+        open(os.environ["BESSEMER_RUN"] + "/checkpoints/step-3/manifest.json", "w").close()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    job = job_in(tmp_path, dp=1)
+    assert run(job, options(body)) == 1
+    told = [e for e in RunFolder(job).events() if e["event"] == "saved"]
+    assert [(e["step"], e["path"]) for e in told] == [(1, "one"), (3, str(tmp_path / "r/checkpoints/step-3"))]
+    assert "saved up to step 3 in" in capfd.readouterr().err

@@ -130,6 +130,7 @@ def test_a_folder_of_another_job_is_said_by_every_rank(tmp_path: Path) -> None:
     folder.lock()
     folder.claim()
     folder.unlock()
+    folder.metrics_file.write_text('{"step": 1}\n')
     other = job.model_copy(update={"train": job.train.model_copy(update={"seed": 7})})
     with launched(other, "member.close()") as ranks:
         results = ends(ranks)

@@ -66,6 +66,19 @@ def test_another_identity_is_refused_with_the_fields_and_the_fix(tmp_path: Path)
     assert folder.job_file.read_bytes() == before
 
 
+def test_a_job_that_never_made_a_step_gives_way_to_its_mended_self(tmp_path: Path) -> None:
+    job = job_in(tmp_path)
+    folder = claimed(job)
+    folder.events_file.write_text('{"event": "failed"}\n')
+    mended = with_train(job, lr=1e-4)
+    assert load_job(claimed(mended).job_file) == mended
+    assert list(folder.events()) == []
+    assert (folder.path / f"events-{job.identity}.jsonl").read_text() == '{"event": "failed"}\n'
+    folder.metrics_file.write_text('{"step": 1}\n')
+    with pytest.raises(RunFolderError, match="belongs to another job"):
+        claimed(job)
+
+
 def test_another_layout_or_save_policy_is_the_same_run(tmp_path: Path) -> None:
     job = job_in(tmp_path)
     claimed(job)

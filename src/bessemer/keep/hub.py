@@ -27,12 +27,11 @@ _SAME_SIGNAL_S = 0.5
 
 @dataclass(eq=False)
 class Link:
-    """A connection. `rank` is known after its hello; `said_bye` tells an orderly end from a death."""
+    """A connection. `rank` is known after its hello."""
 
     socket: socket.socket
     frames: Frames = field(default_factory=Frames)
     rank: int | None = None
-    said_bye: bool = False
 
     def send(self, record: Mapping[str, Any]) -> None:
         """Nothing happens when the other side is gone: its end is seen elsewhere, perhaps in the same `poll`."""

@@ -20,13 +20,14 @@ _DURABLE = (*_ENDS, "saved", "rank_lost", "stop_requested")
 class Journal:
     """The one writer of metrics.jsonl and events.jsonl, in the process that holds the run folder's lock.
 
-    `step` is the last committed step, `saved` step and path of the newest durable checkpoint that this run knows.
-    When a line can't be written (`broken` says why), nothing more is: a file with a hole would lie.
+    `step` is the last committed step, `saved` that of the newest durable checkpoint of which it was told. When a line
+    can't be written (`broken` says why), nothing more is: a file with a hole would lie.
     """
 
     def __init__(self, folder: RunFolder, printer: Printer) -> None:
         self.folder, self.printer = folder, printer
         self.step = 0
+        self.saved = -1
         self.end = ""
         self.broken = ""
         self._loaded = False
@@ -48,6 +49,8 @@ class Journal:
         if name == "loaded" and not self._loaded:
             self._loaded = True
             self._go_on_from(int(record.get("step") or 0))
+        if name in ("loaded", "saved"):
+            self.saved = max(self.saved, int(record.get("step") or 0))
         if name in _ENDS:
             self.end = name
         self._write(self._events, record)

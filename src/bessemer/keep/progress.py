@@ -6,9 +6,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from bessemer.core.units import format_bytes, format_rate, format_seconds
+from bessemer.keep.run_folder import short_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,7 +138,7 @@ def event_line(event: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Label, text and style of an event that people want to see; None for the rest. Missing fields are left out."""
     name, step = event.get("event"), event.get("step")
     if name == "loaded":
-        where = f"step {step} from {event['path']}" if event.get("path") else "nothing, a fresh start"
+        where = f"step {step} from {short_path(Path(event['path']))}" if event.get("path") else "nothing, a fresh start"
         why = f" ({event['why']})" if event.get("why") else ""
         return "loaded", where + why, "cyan"
     if name == "saved":
@@ -145,7 +147,9 @@ def event_line(event: Mapping[str, Any]) -> tuple[str, str, str] | None:
             parts.append(format_bytes(event["bytes"]))
         if isinstance(event.get("seconds"), int | float):
             parts.append(f"in {format_seconds(event['seconds'])}")
-        return "saved", "  ".join([*parts, str(event.get("path") or "")]).rstrip(), "green"
+        if event.get("path"):
+            parts.append(short_path(Path(event["path"])))
+        return "saved", "  ".join(parts), "green"
     if name == "save_failed":
         return "warning", f"step {step} could not be saved: {event.get('error')}", "red"
     if name == "eval":

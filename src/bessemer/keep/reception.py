@@ -86,7 +86,6 @@ class Reception:
             if self.journal is not None:
                 self.journal.event(str(record["event"]), **record["fields"])
         elif kind == "bye":
-            link.said_bye = True
             if link.rank is not None:
                 self.ranks[link.rank].said = int(record.get("exit_code") or 0)
             link.send({"kind": "bye"})

@@ -106,7 +106,8 @@ class RunFolder:
             self._lock = -1
 
     def claim(self) -> dict[str, Any]:
-        """Writes job.toml and run.json, after checking that the folder is new or of the same identity.
+        """Writes job.toml and run.json, after checking that the folder is new or of the same identity, or that no step
+        of the other job was ever committed in it (then its events are kept under another name).
 
         Returns what run.json now holds. Raises RunFolderError that names each field which differs, old -> new.
         """
@@ -138,9 +139,13 @@ class RunFolder:
         differ = [k for k in sorted({*then, *now}) if _show(then, k) != _show(now, k)]
         if not differ:
             return
+        saved = self.newest_saved()
+        if saved is None and next(self.metrics(), None) is None:  # a start that failed before its first step
+            if self.events_file.exists():
+                self.events_file.rename(self.path / f"events-{old['identity']}.jsonl")
+            return
         lines = "".join(f"\n    {k}: {_show(then, k)} -> {_show(now, k)}" for k in differ[:12])
         more = f"\n    and {len(differ) - 12} more" if len(differ) > 12 else ""
-        saved = self.newest_saved()
         start = f" (add --set run.resume={saved[1]} to start from its newest checkpoint)" if saved else ""
         raise RunFolderError(
             f"{self.path} belongs to another job; these fields differ:{lines}{more}",
@@ -230,7 +235,7 @@ def _read_run(path: Path) -> dict[str, Any]:
         return {}
     try:
         run = json.loads(path.read_text())
-        return {"fields": dict(run["fields"]), "attempt": int(run["attempt"]), "token": str(run["token"])}
+        return {"fields": dict(run["fields"]), "attempt": int(run["attempt"]), "identity": str(run["identity"])}
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(
             f"{path} is damaged ({type(error).__name__}: {error}), so it can't be told which job the folder belongs to",

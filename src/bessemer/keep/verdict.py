@@ -35,12 +35,15 @@ class Ending:
     def conclude(self) -> int:
         """Writes the last event, says the last words, and returns the exit code."""
         journal, cause = self.journal, cause_of(self.ranks)
+        saved = journal.folder.newest_saved()
+        if saved is not None and saved[0] > journal.saved:  # durable only after the rank that would have told was gone
+            journal.event("saved", step=saved[0], path=str(saved[1]))
         steps = journal.folder.job.train.steps
         if cause is not None:
             journal.event("failed", **_failure_event(cause))
             self._say(failure_text(cause, journal.folder.log_file(cause.rank)))
-            code = cause.report["exit_code"] if cause.report is not None else 1
-            return self._say_saved(code)
+            report = cause.report or {"exit_code": 1, "fix": ""}
+            return self._say_saved(report["exit_code"], has_fix=bool(report["fix"]))
         if self.trouble:
             journal.event("failed", code="ended", message=self.trouble, rank=None, step=journal.step)
             self._say(f"failed [ended] {self.trouble}")
@@ -56,9 +59,10 @@ class Ending:
         journal.printer.line("finished", f"step {journal.step} of {steps}", "green")
         return 0
 
-    def _say_saved(self, code: int) -> int:
+    def _say_saved(self, code: int, *, has_fix: bool = False) -> int:
         if code != 2:  # a wrong request: nothing was started
-            self._say(saved_text(self.journal.folder.newest_saved(), self.journal.step, self.again))
+            again = "" if has_fix else self.again  # the same command would fail again
+            self._say(saved_text(self.journal.folder.newest_saved(), self.journal.step, again))
         return code
 
     def _say(self, text: str) -> None:
@@ -122,9 +126,11 @@ def _tail(state: RankState) -> str:
 
 
 def saved_text(saved: tuple[int, Path] | None, step: int, again: str) -> str:
-    """What is saved and what to type. `step` is the last committed step."""
+    """What is saved, and what to type to go on when `again` is given. `step` is the last committed step."""
     if saved is None:
         lost = f"; {step} step{'s' if step != 1 else ''} will be done again" if step else ""
-        return f"nothing is saved yet{lost}\n  -> {again}   starts from the beginning"
-    lost = f"; steps {saved[0] + 1} to {step} will be done again" if step > saved[0] else ""
-    return f"saved up to step {saved[0]} in {short_path(saved[1])}{lost}\n  -> {again}   goes on from there"
+        text, effect = f"nothing is saved yet{lost}", "starts from the beginning"
+    else:
+        lost = f"; steps {saved[0] + 1} to {step} will be done again" if step > saved[0] else ""
+        text, effect = f"saved up to step {saved[0]} in {short_path(saved[1])}{lost}", "goes on from there"
+    return f"{text}\n  -> {again}   {effect}" if again else text
