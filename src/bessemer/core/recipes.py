@@ -35,6 +35,11 @@ class Recipe:
         """Whether operands are narrower than what is computed around them."""
         return self.gemm in ("fp8", "fp4")
 
+    @property
+    def gathers_quantised(self) -> bool:
+        """Whether tensor-parallel gathers carry quantised elements; with a scale per row they come too early."""
+        return self.quantised and self.scale_block != -1
+
 
 RECIPES: dict[str, Recipe] = {
     r.name: r

@@ -64,6 +64,7 @@ class Constants:
     optimizer: float  # x 30 bytes a local parameter
     host_dense_s: float  # the host's time for a dense layer, forward and backward of one micro-batch
     host_moe_s: float  # the same of an MoE layer
+    stall_s: float  # of the device in a layer and micro-batch, where the runtime synchronises (0 elsewhere)
     moe: float  # x on everything in the MoE part but its exchanges
     moe_fixed_s: float  # a layer and pass
     grouped_half_tokens: float  # tokens of an expert at half efficiency

@@ -47,6 +47,7 @@ class Precision:
     operand_bytes: Any
     cast_bytes: Any
     compute_bytes: Any
+    gather_bytes: Any  # of an element on its way to the other tensor-parallel ranks
 
 
 @dataclass

@@ -5,7 +5,7 @@ Computed once per unique `Keys` (a few hundred in a search) and gathered; all fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,6 +119,7 @@ def precision_of(recipe: NDArray[np.int64], r: Rates, c: Constants) -> Precision
         pick([s.operand_bytes for s in recipes]),
         pick([s.cast_bytes for s in recipes]),
         pick([4.0 if s.compute == "fp32" else 2.0 for s in recipes]),
+        pick([s.operand_bytes if s.gathers_quantised else 4.0 if s.compute == "fp32" else 2.0 for s in recipes]),
     )
 
 
@@ -170,12 +171,13 @@ def _attention_part(
     kv = d.kv_heads * (d.qk_dim + d.v_dim) / np.minimum(k.tp, d.kv_heads)
     nope_v = d.heads * (d.qk_dim - d.rope_dim + d.v_dim) / k.tp
     local = tokens / np.where(k.sequence_parallel > 0, k.tp, 1)
+    ahead_rows = np.where(p.gather_bytes < p.compute_bytes, local, tokens)  # quantised before it is gathered, or after
     q_in = np.where(np.asarray(d.q_rank) > 0, d.q_rank, d.hidden)
     hidden = np.broadcast_to(d.hidden, size)
     products = [  # rows, rows quantised forward and backward, width, depth
-        (tokens, local, tokens, np.where(mla, q, q + kv), np.where(mla, q_in, d.hidden)),
-        (tokens, tokens, local, hidden, out),
-        (tokens, local, tokens, np.where(mla, nope_v, 0.0), np.maximum(d.kv_rank, 1.0)),
+        (tokens, ahead_rows, tokens, np.where(mla, q, q + kv), np.where(mla, q_in, d.hidden)),
+        (tokens, tokens, ahead_rows, hidden, out),
+        (tokens, ahead_rows, tokens, np.where(mla, nope_v, 0.0), np.maximum(d.kv_rank, 1.0)),
         (local, local, local, np.where(mla, d.q_rank + d.kv_rank + d.rope_dim, 0.0), hidden),
     ]
     part = Passes.zero(size)
@@ -204,7 +206,8 @@ def _dense_part(
     hidden = np.broadcast_to(np.asarray(d.hidden, float), (size,))
     local = tokens / np.where(k.sequence_parallel > 0, k.tp, 1)
     part = Passes.zero(size)
-    for ahead, back, out, depth in ((local, tokens, d.up_mats * width, hidden), (tokens, local, hidden, width)):
+    ahead_rows = np.where(p.gather_bytes < p.compute_bytes, local, tokens)
+    for ahead, back, out, depth in ((ahead_rows, tokens, d.up_mats * width, hidden), (tokens, ahead_rows, hidden, width)):
         part.gemm += gemm_s(tokens, out, depth, p, r, c)
         part.cast += cast_s(ahead, back, out, depth, p, r, c)
         part.element += _adapter_s(tokens, out, depth, w, r, c)
@@ -220,7 +223,7 @@ def _dense_part(
 def _tp_exchange(k: Keys, tokens: Any, gathered: Any, d: Dims, p: Precision, r: Rates, c: Constants) -> _Exchange:
     """With sequence parallel a gather and a scatter forward, the same and one more gather backward (for the weight
     gradient); without it an all-reduce each way. All of it is exposed unless `tp_overlap`."""
-    into, out = tokens * gathered * np.minimum(p.operand_bytes, p.compute_bytes), tokens * d.hidden * p.compute_bytes
+    into, out = tokens * gathered * p.gather_bytes, tokens * d.hidden * p.compute_bytes
     gather = group_s("all_gather", into, k.tp, r.domain, r, c)
     scatter = group_s("reduce_scatter", out, k.tp, r.domain, r, c)
     reduce = group_s("all_reduce", out, k.tp, r.domain, r, c)
@@ -261,7 +264,7 @@ def _moe_part(k: Keys, tokens: Any, d: Dims, w: Work, p: Precision, r: Rates, c:
     share = grouped_share(np.maximum(rows / experts, 1e-9), width, c)
     part = Passes.zero(size)
     hidden = np.broadcast_to(np.asarray(d.hidden, float), (size,))
-    fast = Precision(p.gemm_flops_per_s * share, p.wide_flops_per_s, p.operand_bytes, p.cast_bytes, p.compute_bytes)
+    fast = replace(p, gemm_flops_per_s=p.gemm_flops_per_s * share)
     for out, depth in ((d.up_mats * width, hidden), (hidden, width)):
         weights = (experts - 1) * out * depth / r.hbm_bytes_per_s
         more = np.stack(np.broadcast_arrays(weights * p.operand_bytes, weights * p.operand_bytes, weights * 8.0))
@@ -331,7 +334,7 @@ def _compose(
     inputs = total[I] + again + tp.backward + cp.backward + ep.backward
     paced = host_s * (1 + pick("again_gemm") * share / 3) * np.where(k.graph > 0, 0.0, 1.0)
     busy = forward + inputs + total[W]
-    wait = (busy**_SHARP + paced**_SHARP) ** (1 / _SHARP) - busy
+    wait = (busy**_SHARP + paced**_SHARP) ** (1 / _SHARP) - busy + c.stall_s
     rows = [engine.gemm, engine.attention, engine.grouped, engine.element, engine.cast, engine.gap]
     parts = [row.sum(axis=0) for row in rows] + [wait, again]
     parts += [x.forward + x.backward for x in (tp, cp, ep)]
