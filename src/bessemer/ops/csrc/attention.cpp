@@ -41,6 +41,9 @@ inline Range visible(const int* starts, int query, int key0) {
   return {lo, std::min(query - key0 + 1, kBlock)};
 }
 
+// Columns of row r of a diagonal block that the products read: up to the end of its tile of 8 rows.
+inline int read_width(int r) { return r / 8 * 8 + 8; }
+
 inline int first_block(const int* starts, int query0, int count) {
   if (!starts) return 0;
   int lo = starts[query0];
@@ -48,15 +51,41 @@ inline int first_block(const int* starts, int query0, int count) {
   return lo / kBlock;
 }
 
+// The three products of a block pair. On the diagonal, what lies above it is zero or never read: tiles there are left
+// out, which is most of a third of the work of a sequence of a few blocks.
+
+// p[query, key] = a[query, :] . bt[:, key]
+inline void scores(bool diagonal, int d, const float* a, const float* bt, int ldb, float* p) {
+  for (int m = 0; m < kBlock; m += 8)
+    for (int n = 0; n < (diagonal ? m + 8 : kBlock); n += 32)
+      product_tile<8>(d, a + m * d, d, 1, bt + n, ldb, p + m * kBlock + n, kBlock, false);
+}
+
+// c[query, :] += sum over keys of p[query, key] b[key, :]
+inline void by_query(bool diagonal, int d, const float* p, const float* b, float* c) {
+  for (int n = 0; n < d; n += 32)
+    for (int m = 0; m < kBlock; m += 8)
+      product_tile<8>(diagonal ? m + 8 : kBlock, p + m * kBlock, kBlock, 1, b + n, d, c + m * d + n, d, true);
+}
+
+// c[key, :] += sum over queries of p[query, key] b[query, :]
+inline void by_key(bool diagonal, int d, const float* p, const float* b, float* c) {
+  for (int n = 0; n < d; n += 32)
+    for (int m = 0; m < kBlock; m += 8) {
+      const int from = diagonal ? m : 0;
+      product_tile<8>(kBlock - from, p + from * kBlock + m, 1, kBlock, b + from * d + n, d, c + m * d + n, d, true);
+    }
+}
+
 // One row of the online softmax: scores -> exp(score - new maximum) outside of [lo, hi) zero; returns the factor
 // by which what was summed before shrinks.
-inline float softmax_row(float* s, Range see, float& top, float& sum) {
+inline float softmax_row(float* s, Range see, int width, float& top, float& sum) {
   float now = top;
 #pragma omp simd reduction(max : now)
   for (int j = see.lo; j < see.hi; j++) now = s[j] > now ? s[j] : now;
   float total = 0;
 #pragma omp simd reduction(+ : total)
-  for (int j = 0; j < kBlock; j++) {
+  for (int j = 0; j < width; j++) {
     const float e = fast_exp(s[j] - now);
     s[j] = (j >= see.lo && j < see.hi) ? e : 0.0f;
     total += s[j];
@@ -88,19 +117,20 @@ void attend_task(const T* q, const T* k, const T* v, const int* starts, T* out, 
       pack(q + ((size_t(b) * s.heads + h) * s.seq + i0) * s.dim, rows, s.dim, s.dim, scale, qf, d);
       for (int jb = first_block(row_starts, i0, rows); jb * kBlock < i0 + rows; jb++) {
         const int j0 = jb * kBlock;
-        product(kBlock, kBlock, d, qf, d, 1, kt + j0, n, p, kBlock, false);
+        const bool diagonal = j0 == i0;
+        scores(diagonal, d, qf, kt + j0, n, p);
         for (int r = 0; r < kBlock; r++) {
           const Range see = r < rows ? visible(row_starts, i0 + r, j0) : Range{0, 0};
           if (see.lo >= see.hi) {
             std::fill(p + r * kBlock, p + (r + 1) * kBlock, 0.0f);
             continue;
           }
-          const float shrink = softmax_row(p + r * kBlock, see, top[r], sum[r]);
+          const float shrink = softmax_row(p + r * kBlock, see, diagonal ? read_width(r) : kBlock, top[r], sum[r]);
           float* orow = o + r * d;
 #pragma omp simd
           for (int i = 0; i < d; i++) orow[i] *= shrink;
         }
-        product(kBlock, d, kBlock, p, kBlock, 1, vf + size_t(j0) * d, d, o, d, true);
+        by_query(diagonal, d, p, vf + size_t(j0) * d, o);
       }
       for (int r = 0; r < rows; r++) {
         const float inverse = 1.0f / sum[r];
@@ -112,9 +142,9 @@ void attend_task(const T* q, const T* k, const T* v, const int* starts, T* out, 
 }
 
 // p: scores -> probabilities from the stored logsumexp; dp -> gradient of the scores, p (dp - delta).
-inline void probability_row(float* p, Range see, float lse) {
+inline void probability_row(float* p, Range see, int width, float lse) {
 #pragma omp simd
-  for (int j = 0; j < kBlock; j++) {
+  for (int j = 0; j < width; j++) {
     const float e = fast_exp(p[j] - lse);
     p[j] = (j >= see.lo && j < see.hi) ? e : 0.0f;
   }
@@ -155,8 +185,9 @@ void attend_backward_task(const T* go, const T* q, const T* k, const T* v, const
       const float* row_lse = lse + (size_t(b) * s.heads + h) * s.seq + i0;
       for (int jb = first_block(row_starts, i0, rows); jb * kBlock < i0 + rows; jb++) {
         const int j0 = jb * kBlock;
-        product(kBlock, kBlock, d, qf, d, 1, kt + j0, n, p, kBlock, false);
-        product(kBlock, kBlock, d, gof, d, 1, vt + j0, n, ds, kBlock, false);
+        const bool diagonal = j0 == i0;
+        scores(diagonal, d, qf, kt + j0, n, p);
+        scores(diagonal, d, gof, vt + j0, n, ds);
         for (int r = 0; r < kBlock; r++) {
           const Range see = r < rows ? visible(row_starts, i0 + r, j0) : Range{0, 0};
           float *pr = p + r * kBlock, *dr = ds + r * kBlock;
@@ -165,13 +196,14 @@ void attend_backward_task(const T* go, const T* q, const T* k, const T* v, const
             std::fill(dr, dr + kBlock, 0.0f);
             continue;
           }
-          probability_row(pr, see, row_lse[r]);
+          const int width = diagonal ? read_width(r) : kBlock;
+          probability_row(pr, see, width, row_lse[r]);
 #pragma omp simd
-          for (int j = 0; j < kBlock; j++) dr[j] = pr[j] * (dr[j] - delta[r]);
+          for (int j = 0; j < width; j++) dr[j] = pr[j] * (dr[j] - delta[r]);
         }
-        product(kBlock, d, kBlock, p, 1, kBlock, gof, d, gv + size_t(j0) * d, d, true);
-        product(kBlock, d, kBlock, ds, kBlock, 1, kf + size_t(j0) * d, d, gq, d, true);
-        product(kBlock, d, kBlock, ds, 1, kBlock, qf, d, gk + size_t(j0) * d, d, true);
+        by_key(diagonal, d, p, gof, gv + size_t(j0) * d);
+        by_query(diagonal, d, ds, kf + size_t(j0) * d, gq);
+        by_key(diagonal, d, ds, qf, gk + size_t(j0) * d);
       }
       for (int r = 0; r < rows; r++) {
         for (int i = 0; i < d; i++) gq[r * d + i] *= scale;

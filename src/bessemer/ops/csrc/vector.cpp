@@ -97,14 +97,6 @@ inline void product_tile(int K, const float* a, int row, int col, const float* b
     for (int v = 0; v < 2; v++) std::memcpy(c + m * ldc + v * kLanes, &acc[m][v], sizeof(vec));
 }
 
-// C[M, N] (+)= A[M, K] B[K, N] for M a multiple of 8 and N a multiple of 32.
-inline void product(int M, int N, int K, const float* a, int row, int col, const float* b, int ldb, float* c, int ldc,
-                    bool accumulate) {
-  for (int n = 0; n < N; n += 32)
-    for (int m = 0; m < M; m += 8)
-      product_tile<8>(K, a + m * row, row, col, b + n, ldb, c + m * ldc + n, ldc, accumulate);
-}
-
 // Calls f(T*) with the pointer's real type.
 template <class F>
 inline void typed(void* p, int is_bf16, F f) {
