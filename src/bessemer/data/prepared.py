@@ -238,9 +238,14 @@ def _refuse_too_small(job: Job, parts: Sequence[Part], prepared: Prepared) -> No
 def _split_empty(job: Job, part: Part, split: str, manifest: dict[str, Any]) -> DataError:
     own, length = manifest["splits"][split], job.data.seq_len
     documents = sum(manifest["splits"][name]["documents"] for name in manifest["splits"])
-    fix = f"more text, or data.seq_len below {own['tokens']}"
-    if split == "val":
-        fix = f"data.val_fraction = 0 (no validation), a larger one than {job.data.val_fraction:g}, or {fix}"
+    fixes = ["more text"]
+    if own["tokens"] > 1:
+        fixes.append(f"data.seq_len = {own['tokens'] - 1} or less")
+    if own["documents"] < documents:
+        fraction = job.data.val_fraction
+        fixes.append("data.val_fraction = 0 (no validation)")
+        fixes.append(f"a {'larger' if split == 'val' else 'smaller'} one than {fraction:g}")
+    fix = ", ".join(fixes[:-1]) + f" or {fixes[-1]}" if len(fixes) > 1 else fixes[0]
     return DataError(
         f"{part.where}: the {split} split has {own['tokens']} tokens in {own['documents']} of {documents} documents, "
         f"one sample needs {length + 1}",
