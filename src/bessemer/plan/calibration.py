@@ -115,10 +115,14 @@ ERAS = (
     "megatron-plain",
     "torchtitan-2024",
     "torchtitan-eager-2024",
+    "torchtitan-2025",
     "jax-2024",
     "paxml-2024",
 )
 """Software of a time. `megatron-plain` is current Megatron-LM with all overlap switched off."""
+
+_PARENTS = {"torchtitan-2025": "torchtitan-2024", "torchtitan-eager-2024": "torchtitan-2024"}
+"""What an era doesn't say, its parent does."""
 
 _GPUS = {
     "V100": ("v100", "volta"),
@@ -152,7 +156,9 @@ class Calibration:
 
     def key(self, field: str, gpus: Sequence[str], era: str) -> str:
         """The key from which `field` is read; KeyError where no table has it."""
-        candidates = [f"era.{era}.{gpu}.{field}" for gpu in gpus] + [f"era.{era}.{field}"]
+        candidates: list[str] = []
+        for name in (era, _PARENTS.get(era)):
+            candidates += [f"era.{name}.{gpu}.{field}" for gpu in gpus] + [f"era.{name}.{field}"]
         candidates += [f"gpu.{gpu}.{field}" for gpu in gpus] + [f"common.{field}"]
         for candidate in candidates:
             if candidate in self.constants:

@@ -155,6 +155,7 @@ def memory_of(l: Layouts, d: Dims, w: Work, c: Constants, num_micro: Any) -> Mem
     ]
     totals = np.stack([np.sum([lines[k] for k in MEMORY_LINES], axis=0) for lines, _ in stages])
     totals[1] = np.where(l.pp > 2, totals[1], 0.0)
+    totals[2] = np.where(l.pp > 1, totals[2], 0.0)
     heaviest = totals.argmax(axis=0)
     pick = lambda arrays: np.choose(heaviest, arrays)  # noqa: E731
     ranks = pick([np.zeros_like(l.pp), np.minimum(1, l.pp - 1), l.pp - 1])
@@ -195,7 +196,10 @@ def _stage(
     loss = is_last * (c.logit_bytes * tokens * d.vocab / l.tp + hidden + c.dummy_grads * wide * table)
     at_loss = loss > mlp
     zero = np.zeros(len(l))
-    gathered = np.where(l.dp_shard == DP_SHARDS.index("full"), c.gathered_layers * params.gathered * 2.0, zero)
+    # under pipeline stages a stage stays gathered for the whole step, with its unsharded float32 gradients
+    whole = (params.dense + params.experts) * 6.0
+    few = c.gathered_layers * params.gathered * 2.0
+    gathered = np.where(l.dp_shard == DP_SHARDS.index("full"), np.where(l.pp > 1, whole, few), zero)
     lines = {
         **states,
         "activations": saved,

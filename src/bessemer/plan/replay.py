@@ -4,6 +4,9 @@ The lists of `bessemer.core.schedules` fix the order on every rank, so only the 
 rank is free and its input has come. The order in which that can be worked out doesn't depend on durations; it is found
 once for a schedule's shape and kept, and a replay is then one walk along it. `bessemer.plan.idle` says where the ranks
 wait, `bessemer.plan.timeline` draws.
+
+DualPipe runs a forward and a backward of its two directions as one block (arXiv 2412.19437, figure 5: the kernels of
+one hide the exchanges of the other): it starts when both inputs are there, and both results are there at its end.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ __all__ = ["KINDS", "MemoryCurve", "Replay", "StageTimes", "Transfers", "num_sta
 KINDS = ("F", "B", "I", "W")
 """Passes by their code in `Replay.kind`: forward, whole backward, gradient of the input, gradient of the weights."""
 _CODE = {kind: code for code, kind in enumerate(KINDS)}
+_JOINED = ("dualpipe", "dualpipev")
 PerRank = float | Sequence[float]
 
 
@@ -85,8 +89,8 @@ class Transfers:
 class Replay:
     """A step, pass by pass: arrays [N] in an order in which each comes after what it needs.
 
-    `kind`: index into `KINDS`; `needs`: the pass whose result it waits for (-1: none); `arrived_s`: when that was
-    there. `pipeline_s`: end of the last pass; `step_s`: with exchange and update.
+    `kind`: index into `KINDS`; `needs`: the pass whose result it waits for (-1: none; of a block, the later of both);
+    `arrived_s`: when that was there. `pipeline_s`: when all ranks are free; `step_s`: with exchange and update.
     """
 
     name: str
@@ -222,7 +226,8 @@ class _Shape:
     needs: NDArray[np.int64]
     channel: NDArray[np.int64]  # of the message that the pass sends: source * ranks + target; -1: none
     boundary: NDArray[np.int64]  # the message passes between stages `boundary` and `boundary + 1`
-    walk: list[tuple[int, int, int]]  # rank, needs, channel (or -1)
+    joint: NDArray[np.int64]  # forwards that make one block with the I and W which follow them
+    walk: list[tuple[int, int, int, int]]  # rank, needs, what its block needs beside (or -1), channel (or -1)
 
 
 @lru_cache(maxsize=32)
@@ -230,7 +235,7 @@ def _compiled(name: str, pp: int, num_micro: int, virtual_stages: int) -> _Shape
     ranks = schedule_actions(name, pp, num_micro, virtual_stages)
     lists = [[action for action in actions if action.kind in _CODE] for actions in ranks]
     stages = num_stages(name, pp, virtual_stages)
-    order, needs = _ordered(lists, stages, num_micro)
+    order, needs, joint = _ordered(lists, stages, num_micro, joined=name in _JOINED)
     kind = schedule(name)
     count = len(order)
     rank = np.fromiter((r for r, _ in order), np.int64, count)
@@ -250,12 +255,19 @@ def _compiled(name: str, pp: int, num_micro: int, virtual_stages: int) -> _Shape
     )
     channel = np.where(sends & (target != rank), rank * pp + target, -1)
     boundary = np.minimum(stage, goal)
-    walk = list(zip(rank.tolist(), needs, channel.tolist(), strict=True))
-    return _Shape(name, pp, stages, rank, code, stage, micro, np.array(needs, np.int64), channel, boundary, walk)
+    after, blocks = np.array(needs, np.int64), np.array(joint, np.int64)
+    others = np.where((after >= 0) & (rank[after] != rank), after, -1)  # a rank's own results are there in its order
+    beside = np.full(count, -1)
+    beside[blocks] = others[blocks + 1]
+    walk = list(zip(rank.tolist(), others.tolist(), beside.tolist(), channel.tolist(), strict=True))
+    return _Shape(name, pp, stages, rank, code, stage, micro, after, channel, boundary, blocks, walk)
 
 
-def _ordered(lists: list[list[Action]], stages: int, num_micro: int) -> tuple[list[tuple[int, Action]], list[int]]:
-    """(rank, action) in an order in which each comes after what it needs, and the index of what that is (-1: none).
+def _ordered(
+    lists: list[list[Action]], stages: int, num_micro: int, *, joined: bool
+) -> tuple[list[tuple[int, Action]], list[int], list[int]]:
+    """(rank, action) in an order in which each comes after what it needs, the index of what that is (-1: none), and
+    the indices of the forwards that begin a block (its I and W follow at once).
 
     Each pass must come once, and after its own forward (W: after its I); RuntimeError where the lists would hang.
     """
@@ -263,6 +275,7 @@ def _ordered(lists: list[list[Action]], stages: int, num_micro: int) -> tuple[li
     position = [-1] * (3 * size)  # of F, of B or I, of W
     order: list[tuple[int, Action]] = []
     needs: list[int] = []
+    joint: list[int] = []
     waits: dict[int, int] = {}  # slot -> the rank that stands before it
     at = [0] * len(lists)
     ready = list(range(len(lists)))[::-1]
@@ -272,11 +285,16 @@ def _ordered(lists: list[list[Action]], stages: int, num_micro: int) -> tuple[li
         while at[rank] < len(actions):
             action = actions[at[rank]]
             slot, need, own = _slots(action, stages, num_micro, size)
-            if need >= 0 and position[need] < 0:
-                waits[need] = rank
+            block = joined and _is_block(actions[at[rank] : at[rank] + 3])
+            both = (need, _slots(actions[at[rank] + 1], stages, num_micro, size)[1]) if block else (need,)
+            missing = [n for n in both if n >= 0 and position[n] < 0]
+            if missing:
+                waits[missing[0]] = rank
                 break
             if position[slot] >= 0 or (own >= 0 and position[own] < 0):
                 raise RuntimeError(f"rank {rank} runs {action} twice or before its forward")
+            if block:
+                joint.append(len(order))
             position[slot] = len(order)
             order.append((rank, action))
             needs.append(position[need] if need >= 0 else -1)
@@ -286,7 +304,16 @@ def _ordered(lists: list[list[Action]], stages: int, num_micro: int) -> tuple[li
     backwards = size + sum(action.kind == "I" for _, action in order)
     if len(order) != size + backwards or any(i < len(a) for i, a in zip(at, lists, strict=True)):
         raise RuntimeError(f"the schedule hangs or leaves passes out: {len(order)} of {sum(map(len, lists))} can run")
-    return order, needs
+    return order, needs, joint
+
+
+def _is_block(actions: list[Action]) -> bool:
+    """A forward, then the whole backward of another stage or direction."""
+    if [a.kind for a in actions] != ["F", "I", "W"]:
+        return False
+    forward, inputs, weights = actions
+    same_half = forward.stage == inputs.stage
+    return not same_half and (inputs.stage, inputs.micro) == (weights.stage, weights.micro)
 
 
 def _slots(action: Action, stages: int, num_micro: int, size: int) -> tuple[int, int, int]:
@@ -326,25 +353,39 @@ def _walk(
     ends: list[float] = []
     there: list[float] = []
     line = [0.0] * (shape.ranks * shape.ranks)  # when each channel is free
-    for (rank, need, channel), duration, hop in zip(shape.walk, durations, hops, strict=True):
+    lags = _lags(shape, durations, blocking)
+    for (rank, need, beside, channel), duration, hop, lag in zip(shape.walk, durations, hops, lags, strict=True):
         start = free[rank]
         if need >= 0 and there[need] > start:
             start = there[need]
+        if beside >= 0 and there[beside] > start:
+            start = there[beside]
         end = start + duration
         starts.append(start)
         ends.append(end)
         if channel < 0:
-            there.append(end)
+            there.append(end + lag)
             free[rank] = end
         elif blocking:
             there.append(end + hop)
             free[rank] = end + hop
         else:
             free[rank] = end
-            sent = (line[channel] if line[channel] > end else end) + hop
+            out = end + lag
+            sent = (line[channel] if line[channel] > out else out) + hop
             line[channel] = sent
             there.append(sent)
     return starts, ends, there, free
+
+
+def _lags(shape: _Shape, durations: list[float], blocking: bool) -> list[float]:
+    """How long after its own end a pass gives its result away: the rest of its block. A blocking send breaks blocks."""
+    lag = np.zeros(len(durations))
+    if len(shape.joint) and not blocking:
+        duration = np.array(durations)
+        lag[shape.joint] = duration[shape.joint + 1] + duration[shape.joint + 2]
+        lag[shape.joint + 1] = duration[shape.joint + 2]
+    return lag.tolist()
 
 
 def _walked(shape: _Shape, times: StageTimes) -> Replay:
@@ -357,10 +398,14 @@ def _walked(shape: _Shape, times: StageTimes) -> Replay:
     source, target = np.divmod(shape.channel[item], shape.ranks)
     sent = there_s[item]
     moves = Transfers(item, source, target, sent - np.array(hops)[item], sent)
-    arrived = np.where(shape.needs >= 0, there_s[shape.needs], 0.0)
+    needs, blocks = shape.needs.copy(), shape.joint
+    if len(blocks) and not times.blocking_p2p:
+        other = needs[blocks + 1]
+        needs[blocks] = np.where((needs[blocks] < 0) | (there_s[other] > there_s[needs[blocks]]), other, needs[blocks])
+    arrived = np.where(needs >= 0, there_s[needs], 0.0)
     own = [_spread(x, shape.ranks) for x in (times.dp_s, times.optimizer_s, times.static_bytes)]
     return Replay(
-        shape.name, shape.ranks, shape.rank, shape.kind, shape.stage, shape.micro, shape.needs, arrived,
+        shape.name, shape.ranks, shape.rank, shape.kind, shape.stage, shape.micro, needs, arrived,
         start_s, end_s, moves, times.blocking_p2p, own[0], own[1], whole, kept, own[2],
     )  # fmt: skip
 

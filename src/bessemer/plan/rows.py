@@ -351,7 +351,7 @@ def _era(cells: Mapping[str, str]) -> str:
     if "foundry" in framework or "composer" in framework:
         return "composer-2023"
     if "torchtitan" in framework:
-        return "torchtitan-eager-2024" if "eager" in notes else "torchtitan-2024"
+        return "torchtitan-eager-2024" if "eager" in notes else "torchtitan-2024" if year <= 2024 else "torchtitan-2025"
     if "paxml" in framework:
         return "paxml-2024"
     if "maxtext" in framework or "jax" in framework or source == "JAXTB":
@@ -460,7 +460,7 @@ def _virtual(cells: Mapping[str, str], siblings: Mapping[tuple[str, ...], str], 
     if value is not None or pp == 1:
         return int(value or 1) if pp > 1 else 1
     sibling = siblings.get(_family(cells))
-    if sibling:
+    if sibling and not cells.get("num_experts"):
         assumed.append(f"vpp {sibling} (as its sibling)")
         return int(float(sibling))
     assumed.append("vpp 1")
@@ -517,7 +517,7 @@ def _replicas(sharding: str, group: int) -> int:
 
 def _recompute(cells: Mapping[str, str], era: str, assumed: list[str]) -> str:
     value, detail = cells.get("recompute", ""), cells.get("recompute_detail", "").lower()
-    if value == "selective" and era.startswith("torchtitan"):
+    if era.startswith("torchtitan") and (value == "selective" or "selective ac" in cells.get("notes", "").lower()):
         return "ops"
     if value == "selective" and era.startswith("jax"):
         return "full"
