@@ -169,17 +169,18 @@ def _zb_h1(rank: int, pp: int, num_micro: int) -> list[Action]:
 def _zero_bubble(kind: Schedule, pp: int, num_micro: int) -> list[list[Action]]:
     """List scheduling with equal unit times for F, I and W: I before F before W, as far as memory allows.
 
-    A rank may hold `limit` activations between F and W: 2 pp - 1 - r for ZB-H2, 2 pp half stages for ZB-V.
+    A rank may hold `limit` activations between F and W: 2 pp - 1 for ZB-H2, on every rank, since the later ones put
+    their W off to answer the earlier ones at once; 2 pp half stages for ZB-V.
     """
     v_shape = kind.shape == "v"
     num_stages = pp * (2 if v_shape else 1)
-    limit = [2 * pp if v_shape else 2 * pp - 1 - rank for rank in range(pp)]
+    limit = 2 * pp if v_shape else 2 * pp - 1
     stages = [stages_of_rank(kind, pp, 1, rank) for rank in range(pp)]
     state = _Progress(num_stages, num_micro)
     ranks: list[list[Action]] = [[] for _ in range(pp)]
     held = [0] * pp
     while state.left:
-        chosen = [state.choose(stages[rank], held[rank] < limit[rank]) for rank in range(pp)]
+        chosen = [state.choose(stages[rank], held[rank] < limit) for rank in range(pp)]
         for rank, action in enumerate(chosen):
             if action is not None:
                 state.start(action)

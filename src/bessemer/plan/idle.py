@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bessemer.plan.replay import by_rank
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -44,7 +46,7 @@ class RankTimes:
 
     @property
     def total(self) -> NDArray[np.float64]:
-        return np.sum(list(asdict(self).values()), axis=0)
+        return np.asarray(np.sum(list(asdict(self).values()), axis=0), float)
 
     @property
     def bubble_s(self) -> float:
@@ -59,10 +61,10 @@ class RankTimes:
 def rank_times(step: Replay) -> RankTimes:
     """The step's time on each rank by what it was spent on."""
     length, ranks = step.end_s - step.start_s, step.ranks
-    forward = np.bincount(step.rank, weights=np.where(step.kind == 0, length, 0.0), minlength=ranks)
-    sending = np.bincount(step.rank, weights=step.sending_s, minlength=ranks)
+    forward = by_rank(step.rank, np.where(step.kind == 0, length, 0.0), ranks)
+    sending = by_rank(step.rank, step.sending_s, ranks)
     warm_up, gap, moving = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
-    for rank, items in enumerate(step.by_rank):
+    for rank, items in enumerate(step.items_of_rank):
         free = np.append(0.0, (step.end_s + step.sending_s)[items[:-1]])
         waited = np.maximum(step.start_s[items] - free, 0.0)
         need = step.needs[items]
