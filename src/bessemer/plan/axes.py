@@ -26,7 +26,18 @@ from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.calibration import Calibration
 from bessemer.plan.space import CP_KINDS, DP_SHARDS, Layouts
 
-__all__ = ["AXES", "NAMED", "Request", "axis_values", "divisors", "layout_columns", "parse_fixes", "recipe_problem", "request_problems", "shared_machine"]
+__all__ = [
+    "AXES",
+    "NAMED",
+    "Request",
+    "axis_values",
+    "divisors",
+    "layout_columns",
+    "parse_fixes",
+    "recipe_problem",
+    "request_problems",
+    "shared_machine",
+]
 
 AXES = tuple(f.name for f in fields(Layouts))
 """What `--fix` and `--layout` may name: the columns of `Layouts`."""
@@ -130,7 +141,9 @@ def request_problems(request: Request) -> list[Problem]:
     spec, per_node = request.spec, request.machine.gpus_per_node
     for name, value in (("gpus", request.num_gpus), ("global_batch", request.global_batch), ("seq", request.seq_len)):
         if value < 1 or (name == "gpus" and value > MAX_DEGREE):
-            fix = f"--{name.replace('_', '-')} with a whole number from 1" + (f" to {MAX_DEGREE}" if name == "gpus" else "")
+            fix = f"--{name.replace('_', '-')} with a whole number from 1" + (
+                f" to {MAX_DEGREE}" if name == "gpus" else ""
+            )
             found.append(_problem("plan-request", name, f"{name} = {value}", "it is a count", fix))
     if found:
         return found
@@ -141,7 +154,9 @@ def request_problems(request: Request) -> list[Problem]:
         found.append(_problem("gpus-per-node", "gpus", what, "a run takes whole hosts, or a part of one", fix))
     if spec.positions == "learned" and request.seq_len > spec.max_positions:
         what = f"seq = {request.seq_len} is longer than the {spec.max_positions} learned positions of the model"
-        found.append(_problem("seq-positions", "seq", what, "there is no table row for the rest", f"--seq {spec.max_positions}"))
+        found.append(
+            _problem("seq-positions", "seq", what, "there is no table row for the rest", f"--seq {spec.max_positions}")
+        )
     for recipe in request.fixed.get("recipe", ()):
         problem = recipe_problem(request.machine, NAMED["recipe"][recipe])
         found += [problem] if problem else []
@@ -259,7 +274,9 @@ def layout_columns(given: Mapping[str, Any]) -> dict[str, int]:
         if name not in AXES:
             near = nearest(str(name), AXES, count=1)
             fix = f"the nearest is {near[0]}" if near else "axes: " + ", ".join(AXES)
-            problems.append(_problem("plan-layout", "layout", f"{name!r} is no axis of a layout", "nothing reads it", fix))
+            problems.append(
+                _problem("plan-layout", "layout", f"{name!r} is no axis of a layout", "nothing reads it", fix)
+            )
             continue
         found = axis_id(name, value)
         if isinstance(found, Problem):

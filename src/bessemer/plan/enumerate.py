@@ -115,7 +115,9 @@ def enumerate_layouts(request: Request) -> Space:
 
 def _degrees(request: Request, lists: dict[str, list[int]]) -> Columns:
     """All tp x pp x cp x dp whose product is the number of devices."""
-    tp, pp, cp = (a.ravel() for a in np.meshgrid(*(np.array(lists[k], np.int64) for k in ("tp", "pp", "cp")), indexing="ij"))
+    tp, pp, cp = (
+        a.ravel() for a in np.meshgrid(*(np.array(lists[k], np.int64) for k in ("tp", "pp", "cp")), indexing="ij")
+    )
     fits = request.num_gpus % (tp * pp * cp) == 0
     tp, pp, cp = tp[fits], pp[fits], cp[fits]
     dp = request.num_gpus // (tp * pp * cp)

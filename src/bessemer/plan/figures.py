@@ -45,7 +45,10 @@ class Priced:
     def peak_flops(self) -> NDArray[np.float64]:
         """Peak of one device in FLOP/s at each layout's precision."""
         machine = self.request.rank_machine
-        peaks = [machine.peak(r.gemm) or machine.peak("tf32" if r.gemm == "fp32" else "bf16") or np.nan for r in RECIPES.values()]
+        peaks = [
+            machine.peak(r.gemm) or machine.peak("tf32" if r.gemm == "fp32" else "bf16") or np.nan
+            for r in RECIPES.values()
+        ]
         return np.array(peaks)[self.layouts.recipe]
 
     @property
@@ -161,7 +164,11 @@ def _between(priced: Priced, index: int) -> tuple[str, ...]:
     if request.num_gpus <= request.machine.gpus_per_node:
         return ()
     domain, tp = request.domain, int(row["tp"])
-    wide = [name for name, ranks in (("tp", tp), ("cp", tp * int(row["cp"])), ("ep", int(row["ep"]) * int(row["etp"]))) if ranks > domain]
+    wide = [
+        name
+        for name, ranks in (("tp", tp), ("cp", tp * int(row["cp"])), ("ep", int(row["ep"]) * int(row["etp"])))
+        if ranks > domain
+    ]
     return (*BETWEEN_NODES, *wide)
 
 
