@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bessemer.plan.calibration import Calibration, Constant, Constants, default_calibration
+from bessemer.plan.calibration import ERAS, Calibration, Constant, Constants, default_calibration
 from bessemer.plan.rows import Row, read_rows
 from bessemer.plan.validate import Batch, batch_of, predict
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Problem", "fit", "leave_out"]
+__all__ = ["Problem", "fit", "leave_out", "write_calibration"]
 
 NOISE = 0.05
 """Standard deviation of a well-modelled row's log error: weighs data against priors."""
@@ -119,3 +119,66 @@ def leave_out(
         errors[fold == f] = problem.log_error(found)[fold == f]
         values.append(found)
     return errors, np.array(values)
+
+
+def write_calibration(problem: Problem, values: NDArray[np.float64], folds: NDArray[np.float64], folder: Path) -> None:
+    """Puts the fitted values into the files of `folder`; the band is the range over the folds, 2 % at least."""
+    constants = dict(problem.calibration.constants)
+    for i in problem.free:
+        old, found = constants[problem.keys[i]], float(values[i])
+        low, high = float(min(folds[:, i].min(), found * 0.98)), float(max(folds[:, i].max(), found * 1.02))
+        rows = int(sum(np.any(problem.index[f] == i) * (problem.index[f] == i).sum() for f in problem.fields))
+        source = f"fitted to {rows} published training steps (bessemer.plan.fit)"
+        constants[problem.keys[i]] = Constant(_round(found), _round(low), _round(high), old.prior, old.spread, source)
+    heads = {"common": "all GPUs and eras", "gpu": "a GPU or its generation", "era": "software of a time"}
+    for part, what in heads.items():
+        lines = [
+            f"# Constants of {what}. Fields: bessemer.plan.calibration.Constants; how they were fitted: bessemer.plan.fit."
+        ]
+        for key in sorted(k for k in constants if k.split(".")[0] == part):
+            lines += ["", f"[{_toml_path(key)}]", *(f"{k} = {json.dumps(v)}" for k, v in vars(constants[key]).items())]
+        name = {"common": "common", "gpu": "gpus", "era": "eras"}[part]
+        (folder / f"{name}.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _toml_path(key: str) -> str:
+    """A dotted key with the eras that hold a dot quoted."""
+    for era in ERAS:
+        if "." in era and key.startswith(f"era.{era}."):
+            return f'era."{era}".' + key[len(f"era.{era}.") :]
+    return key
+
+
+def main() -> None:
+    """The command line: fits, prints the errors by source, and with --write stores constants and left-out errors."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--folds", type=int, default=10)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    rows, _ = read_rows(args.rows)
+    problem = Problem(rows, default_calibration())
+    values = fit(problem, np.ones(len(problem.rows), bool))
+    errors, folds = leave_out(problem, args.folds)
+    inside = problem.log_error(values)
+    for source in sorted({r.source for r in problem.rows}):
+        at = np.array([r.source == source for r in problem.rows])
+        ape = [np.abs(np.exp(e[at]) - 1) * 100 for e in (inside, errors)]
+        print(f"{source:10s} {at.sum():4d} in {ape[0].mean():5.1f} left out {ape[1].mean():5.1f} % mean")
+    if args.write:
+        here = Path(__file__).parent
+        write_calibration(problem, values, folds, here / "calibrations")
+        lines = ["id,predicted_s"] + [
+            f"{r.id},{r.measured_s * float(np.exp(e)):.6g}"
+            for r, e in zip(problem.rows, errors, strict=True)
+            if r.measured_s
+        ]
+        (here / "data" / "left_out.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

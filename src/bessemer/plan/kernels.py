@@ -32,7 +32,7 @@ __all__ = [
     "optimizer_s",
 ]
 
-F, I, W = 0, 1, 2
+FORWARD, INPUTS, WEIGHTS = 0, 1, 2
 _FILL = 1.25
 """How sharply a grouped product saturates; between 1 and 1.5 the rows can't tell."""
 

@@ -36,7 +36,7 @@ CATEGORIES = ("gemm", "attention", "grouped", "element", "cast", "gap", "host", 
 """What a layer's time is made of: products, attention core, grouped products of experts, small operators and
 permutation, quantisation, gaps between kernels, waiting for the host, recompute, and exposed exchanges."""
 
-F, I, W = 0, 1, 2
+FORWARD, INPUTS, WEIGHTS = 0, 1, 2
 _SHARP = 8.0
 """Device and host overlap imperfectly: a layer takes the 8-norm of their times, 9 % more than either where equal."""
 
@@ -207,7 +207,10 @@ def _dense_part(
     local = tokens / np.where(k.sequence_parallel > 0, k.tp, 1)
     part = Passes.zero(size)
     ahead_rows = np.where(p.gather_bytes < p.compute_bytes, local, tokens)
-    for ahead, back, out, depth in ((ahead_rows, tokens, d.up_mats * width, hidden), (tokens, ahead_rows, hidden, width)):
+    for ahead, back, out, depth in (
+        (ahead_rows, tokens, d.up_mats * width, hidden),
+        (tokens, ahead_rows, hidden, width),
+    ):
         part.gemm += gemm_s(tokens, out, depth, p, r, c)
         part.cast += cast_s(ahead, back, out, depth, p, r, c)
         part.element += _adapter_s(tokens, out, depth, w, r, c)
@@ -322,21 +325,21 @@ def _compose(
     share = np.where(full, c.recompute_full, 1.0)
     engine = kernels.scaled(1.0)
     trained = 1.0 - np.asarray(w.frozen)
-    engine.gemm[W] *= trained
-    engine.grouped[W] *= trained
-    again = pick("again_gemm") * (engine.gemm[F] + engine.grouped[F] + engine.cast[F])
-    again = again + pick("again_core") * engine.attention[F]
-    again = again + pick("again_element") * (engine.element[F] + engine.gap[F])
+    engine.gemm[WEIGHTS] *= trained
+    engine.grouped[WEIGHTS] *= trained
+    again = pick("again_gemm") * (engine.gemm[FORWARD] + engine.grouped[FORWARD] + engine.cast[FORWARD])
+    again = again + pick("again_core") * engine.attention[FORWARD]
+    again = again + pick("again_element") * (engine.element[FORWARD] + engine.gap[FORWARD])
     tp, cp, ep = exchanges
     again = (again + pick("again_comm") * (tp.forward + cp.forward + ep.forward)) * share
     total = engine.total
-    forward = total[F] + tp.forward + cp.forward + ep.forward
-    inputs = total[I] + again + tp.backward + cp.backward + ep.backward
+    forward = total[FORWARD] + tp.forward + cp.forward + ep.forward
+    inputs = total[INPUTS] + again + tp.backward + cp.backward + ep.backward
     paced = host_s * (1 + pick("again_gemm") * share / 3) * np.where(k.graph > 0, 0.0, 1.0)
-    busy = forward + inputs + total[W]
+    busy = forward + inputs + total[WEIGHTS]
     wait = (busy**_SHARP + paced**_SHARP) ** (1 / _SHARP) - busy + c.stall_s
     rows = [engine.gemm, engine.attention, engine.grouped, engine.element, engine.cast, engine.gap]
     parts = [row.sum(axis=0) for row in rows] + [wait, again]
     parts += [x.forward + x.backward for x in (tp, cp, ep)]
     third = wait / 3
-    return LayerCost(np.stack(np.broadcast_arrays(*parts)), forward + third, inputs + third, total[W] + third)
+    return LayerCost(np.stack(np.broadcast_arrays(*parts)), forward + third, inputs + third, total[WEIGHTS] + third)

@@ -429,7 +429,11 @@ def _layout(
     printed = _number(cells, "dp")
     if left or dp < 1 or (printed is not None and printed != dp and not cells.get("ep")):
         raise _SkipError("degrees don't multiply to the GPU count")
-    if re.search(r": (fsdp|tp \+ ep)", cells.get("framework", "").lower()) and not cells.get("dp") and not cells.get("mbs"):
+    if (
+        re.search(r": (fsdp|tp \+ ep)", cells.get("framework", "").lower())
+        and not cells.get("dp")
+        and not cells.get("mbs")
+    ):
         raise _SkipError("baseline whose degrees aren't printed")
     ep = degree("ep", 1)
     nemo = "nemo" in cells.get("framework", "").lower() and "bridge" not in cells.get("framework", "").lower()

@@ -10,10 +10,11 @@ import numpy as np
 from bessemer.plan.calibration import Calibration, Constants, default_calibration, stack_constants
 from bessemer.plan.dims import Dims, stack
 from bessemer.plan.layer import Work
-from bessemer.plan.price import Prices, price_arrays
+from bessemer.plan.price import Prices, price_case
 from bessemer.plan.rates import Rates, stack_rates
 from bessemer.plan.rows import Row, Skipped, read_rows
 from bessemer.plan.space import Layouts
+from bessemer.plan.step import Case
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,14 +57,14 @@ def batch_of(rows: list[Row]) -> Batch:
 
 def predict(batch: Batch, constants: Constants, *, memory: bool = True) -> tuple[NDArray[np.float64], Prices]:
     """Seconds of each row, and the whole prices. A row that measured one layer alone gets just its kernels."""
-    prices = price_arrays(
-        batch.layouts, batch.dims, batch.work, batch.rates, constants, batch.global_batch, memory=memory
-    )
+    each = batch.global_batch / (batch.layouts.micro_batch * batch.layouts.dp)
+    case = Case(batch.layouts, batch.dims, batch.work, batch.rates, constants, each)
+    prices = price_case(case, memory=memory)
     layers = np.sum([v for k, v in prices.breakdown.items() if k not in _BESIDE], axis=0)
     return np.where(batch.one_layer, layers, prices.step_s), prices
 
 
-_BESIDE = ("ends", "p2p", "bubble", "imbalance", "dp", "optimizer", "scale", "fixed")
+_BESIDE = ("ends", "p2p", "bubble", "dp", "offload", "optimizer", "scale", "fixed")
 
 
 def constants_of(rows: list[Row], calibration: Calibration) -> Constants:
