@@ -137,6 +137,20 @@ def test_a_signal_stops_the_rank_and_is_told_once(short: Path, number: signal.Si
         assert [r.get("signal") for r in agent.read_until("event") if r["kind"] == "stopping"] == [number.name]
 
 
+def test_a_signal_in_the_midst_of_the_question_is_not_forgotten(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(short) as (member, agent):
+        receive = member._receive
+
+        def interrupted() -> None:
+            receive()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(member, "_receive", interrupted)
+        assert member.stop_requested
+        member.event("end")
+        assert [r["signal"] for r in agent.read_until("event") if r["kind"] == "stopping"] == ["SIGTERM"]
+
+
 def test_an_agent_that_died_is_an_error_of_records_but_not_of_marks(short: Path) -> None:
     with connected(short) as (member, agent):
         agent.link.close()

@@ -160,13 +160,14 @@ class Member:
 
         A signal that reached this rank itself is told to the agent, so that the others hear of it too.
         """
-        if self._signal:
-            name, self._signal = self._signal, ""
-            self._send({"kind": "stopping", "signal": name})
         if not self._stop and self._socket is not None:
             with self._guard:
                 self._receive()
-        return self._stop
+        stop = self._stop  # a signal that comes after this line is for the next question, so that it is told then
+        if self._signal:
+            name, self._signal = self._signal, ""
+            self._send({"kind": "stopping", "signal": name})
+        return stop
 
     def request_stop(self) -> None:
         self._stop = True
