@@ -72,6 +72,8 @@ class Space:
 
     def rows(self, index: NDArray[np.int64], ends: NDArray[np.int64] | None = None) -> Layouts:
         """The layouts at these places of the order."""
+        if not len(index):
+            return Layouts.of(0)
         ends = np.cumsum(self.counts) if ends is None else ends
         node = np.searchsorted(ends, index, side="right")
         inner = index - (ends - self.counts)[node]

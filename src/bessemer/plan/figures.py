@@ -8,7 +8,7 @@ comes with more than one node: exchanges and waiting that leave it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
 from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.axes import Request
+from bessemer.plan.memory import Memory
 from bessemer.plan.price import Prices, price
 from bessemer.plan.space import DP_SHARDS, Layouts
 
@@ -40,6 +41,16 @@ class Priced:
 
     def __len__(self) -> int:
         return len(self.layouts)
+
+    def take(self, index: NDArray[np.int64]) -> Priced:
+        """The layouts at `index` with their prices."""
+        old = self.prices
+        memory = Memory(
+            {k: v[index] for k, v in old.memory.lines.items()}, old.memory.stage[index], old.memory.when[index]
+        )
+        own = {f.name: getattr(old, f.name)[index] for f in fields(Prices) if f.name not in ("breakdown", "memory")}
+        parts = {k: v[index] for k, v in old.breakdown.items()}
+        return Priced(self.request, self.layouts.take(index), Prices(**own, breakdown=parts, memory=memory))
 
     @property
     def peak_flops(self) -> NDArray[np.float64]:

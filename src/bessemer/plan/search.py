@@ -3,8 +3,9 @@
     found = search(Request(spec=..., machine=..., num_gpus=1024, global_batch=2048, seq_len=8192))
     found.best.row(0)
 
-Nothing is sampled: each layout that no rule cuts gets a time and a memory. Time and memory of those that fit are kept
-in single precision (8 bytes a layout), the best few hundred whole.
+Nothing is sampled: each layout that no rule cuts gets a time and a memory, in closed form. Of those that fit the time
+is kept in single precision (4 bytes a layout). The best of each pipeline schedule, a few hundred in all, are then
+replayed event by event and ranked by that.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bessemer.core.errors import ConfigError
+from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.axes import Request, request_problems
 from bessemer.plan.enumerate import CHUNK, Space, enumerate_layouts
 from bessemer.plan.figures import Priced, prices_of, runnable
+from bessemer.plan.replayed import BUDGET, passes_of, with_replay
 
 __all__ = ["KEPT", "Found", "search"]
 
-KEPT = 400
-"""Layouts kept whole, the fastest that fit."""
+KEPT = 80
+"""Layouts of each schedule, and of those that train, that are kept: the fastest that fit in closed form."""
 Progress = Callable[[int, int], None]
 """Called with (layouts priced, layouts in all)."""
 
 
 @dataclass
 class Found:
-    """`best`: the fastest that fit, in order; `front`: those that no other beats in both time and memory, fastest
+    """`best`: the fastest that fit, of every schedule, in order of their replayed times; `front`: those that no other beats in both time and memory, fastest
     first; `smallest`: the one that needs the least memory, whether it fits or not (None: nothing was priced);
     `trainable`: the fastest that fit and that the trainer runs. `alike`: layouts that fit and whose band of
     uncertainty reaches below the best one's upper end. `seconds`: wall-clock time of the search."""
@@ -80,7 +83,7 @@ def search(request: Request, *, kept: int = KEPT, progress: Progress | None = No
         raise ConfigError(problems, "the request")
     start = time.perf_counter()
     space = enumerate_layouts(request)
-    best, trainable = _Top(kept), _Top(kept)
+    best, trainable = [_Top(kept) for _ in SCHEDULES], _Top(kept)
     times, sizes, places = [], [], []
     least: tuple[float, int] | None = None
     done = 0
@@ -92,7 +95,9 @@ def search(request: Request, *, kept: int = KEPT, progress: Progress | None = No
         smallest = int(memory.argmin())
         least = min(least or (np.inf, -1), (float(memory[smallest]), int(index[smallest])))
         fits = np.flatnonzero(priced.headroom_bytes >= 0)
-        best.add(step[fits], memory[fits], index[fits])
+        for schedule in np.unique(layouts.schedule[fits]):
+            own = fits[layouts.schedule[fits] == schedule]
+            best[schedule].add(step[own], memory[own], index[own])
         run = fits[runnable(layouts)[fits]]
         trainable.add(step[run], memory[run], index[run])
         times.append(step[fits].astype(np.float32))
@@ -108,13 +113,13 @@ def search(request: Request, *, kept: int = KEPT, progress: Progress | None = No
 def _found(
     request: Request,
     space: Space,
-    kept: tuple[_Top, _Top, tuple[float, int] | None],
+    kept: tuple[list[_Top], _Top, tuple[float, int] | None],
     times: list[NDArray[np.float32]],
     front: Priced,
     start: float,
 ) -> Found:
     best, trainable, least = kept
-    top = prices_of(request, space.rows(best.index))
+    top = _ranked(prices_of(request, space.rows(np.sort(np.concatenate([t.index for t in best])))))
     limit = np.float32(top.prices.high_s[0]) if len(top) else np.float32(0)
     below = float(top.prices.low_s[0] / top.prices.step_s[0]) if len(top) else 1.0
     return Found(
@@ -126,10 +131,20 @@ def _found(
         seconds=time.perf_counter() - start,
         best=top,
         front=front,
-        trainable=prices_of(request, space.rows(trainable.index)),
+        trainable=_ranked(prices_of(request, space.rows(np.sort(trainable.index)))),
         smallest=None if least is None else prices_of(request, space.rows(np.array([least[1]]))),
         cut=space.cut,
     )
+
+
+def _ranked(priced: Priced) -> Priced:
+    """Replayed and in order of time, then memory, then place in the space. Where the budget of passes is spent, the
+    rest is left out: a rank is given to replayed times only."""
+    order = np.lexsort((priced.prices.memory_bytes, priced.prices.step_s))
+    spent = np.cumsum(passes_of(priced)[order])
+    affordable = order[(spent <= BUDGET) | (np.arange(len(order)) == 0)]
+    chosen = with_replay(prices_of(priced.request, priced.layouts.take(np.sort(affordable))))
+    return chosen.take(np.lexsort((chosen.prices.memory_bytes, chosen.prices.step_s)))
 
 
 def _front(step: NDArray[np.float64], memory: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -145,4 +160,5 @@ def _merged(space: Space, request: Request, places: list[NDArray[np.int64]]) -> 
     """The front of all chunks' fronts."""
     index = np.concatenate(places) if places else np.zeros(0, np.int64)
     priced = prices_of(request, space.rows(index))
-    return prices_of(request, space.rows(index[_front(priced.prices.step_s, priced.prices.memory_bytes)]))
+    priced = with_replay(priced.take(_front(priced.prices.step_s, priced.prices.memory_bytes)))
+    return priced.take(_front(priced.prices.step_s, priced.prices.memory_bytes))
