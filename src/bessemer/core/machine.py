@@ -75,6 +75,7 @@ class Machine(Frozen):
     host_bytes_per_s: float | None = Field(default=None, gt=0)  # one direction, between device and host memory
     # how collectives run; None: by the compute units over a switch, as is usual
     scaleup_topology: Literal["switch", "full-mesh", "ring"] | None = None
+    nic_efficiency: float | None = Field(default=None, gt=0, le=1)  # share of the card's rate that is reached
     mesh_efficiency: float | None = Field(default=None, gt=0, le=1)  # share of a mesh's bandwidth that is reached
     collective_start_s: float | None = Field(default=None, gt=0)  # from launch to the first byte
     launch_latency_factor: float | None = Field(default=None, gt=0)  # of a collective's launch, against usual

@@ -30,6 +30,7 @@ __all__ = [
     "node_s",
     "p2p_s",
     "ring_all_reduce_s",
+    "two_step_mesh_all_reduce_s",
 ]
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "alltoall"]
@@ -62,21 +63,32 @@ def in_switch_all_reduce_s(size_bytes: Any, ranks: Any, link_bytes_per_s: Any, s
 
 @functools.cache
 def nccl_table() -> dict[tuple[str, str, int], tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """(machine, op, ranks) -> natural logarithms of bytes and of seconds, ascending. Source in the file's head."""
+    """(machine, op, ranks) -> natural logarithms of bytes and of seconds. Source in the file's head.
+
+    A larger buffer is never faster: where the measurement says so, it was noise and the longer time stands.
+    """
     text = (resources.files("bessemer.plan") / "data" / "nccl_node.csv").read_text(encoding="utf-8")
     rows = list(csv.reader(line for line in text.splitlines() if not line.startswith("#")))
     sizes = np.log(np.array(rows[0][3:], float))
-    return {(r[0], r[1], int(r[2])): (sizes, np.log(np.array(r[3:], float) * 1e-6)) for r in rows[1:]}
+    seconds = {(r[0], r[1], int(r[2])): np.array(r[3:], float) * 1e-6 for r in rows[1:]}
+    return {key: (sizes, np.log(np.maximum.accumulate(times))) for key, times in seconds.items()}
 
 
 def node_s(op: Op, size_bytes: Any, ranks: Any, rates: Rates, constants: Constants) -> NDArray[np.float64]:
     """Inside a scale-up domain: log-log interpolation of the measured table where there is one (beyond 8 ranks and
     between the table's 2, 4, 8 by the bus bandwidth of the nearest), else latency + size (n-1)/n / bus bandwidth.
     """
-    size, count, table = np.broadcast_arrays(np.asarray(size_bytes, float), np.asarray(ranks, float), rates.table)
+    shape = np.broadcast(size_bytes, ranks, rates.table, constants.nvlink).shape
+    size, count, table = (
+        np.broadcast_to(x, shape or (1,)) for x in (size_bytes, np.asarray(ranks, float), rates.table)
+    )
     share = (count - 1) / np.maximum(count, 1)
     bus = np.asarray(rates.bus_bytes_per_s) * np.where(op == "alltoall", 0.9, 1.0)
-    out = rates.latency_s * _TURNS[op] + _TURNS[op] * size * share / bus
+    reduces = op in ("all_reduce", "reduce_scatter")
+    start = rates.latency_s * _TURNS[op] * (1 - rates.reduce_start_saved * reduces) + rates.hand_over_s
+    out = start + _TURNS[op] * size * share / bus * (1 - rates.reduce_saved * reduces / 2)
+    if np.any(rates.mesh):
+        out = np.where(np.asarray(rates.mesh) > 0, _mesh_s(op, size, count, bus, rates), out)
     column = np.where(count >= 8, 8, np.where(count >= 4, 4, 2))
     for index in np.unique(table[table >= 0]).astype(int):
         for n in (2, 4, 8):
@@ -87,7 +99,17 @@ def node_s(op: Op, size_bytes: Any, ranks: Any, rates: Rates, constants: Constan
             measured = np.exp(_extended(np.log(np.maximum(size[here], 1.0)), sizes, times))
             out[here] = measured * share[here] / ((n - 1) / n)
     wide = np.where((op == "alltoall") & (count > rates.node), constants.wide_alltoall, 1.0)
-    return np.where((count > 1) & (size > 0), out / constants.nvlink / wide, 0.0)
+    return np.where((count > 1) & (size > 0), out / constants.nvlink / wide, 0.0).reshape(shape)
+
+
+def _mesh_s(op: Op, size: Any, count: Any, bus: Any, rates: Rates) -> Any:
+    """In a full mesh of n, each link has bus/(n-1): the best of ring, one step and two steps; others take one step."""
+    pair = bus / np.maximum(count - 1, 1)
+    hop = rates.hop_s
+    if op != "all_reduce":
+        return hop * 2 + size / np.maximum(count, 1) / pair
+    best = np.minimum(ring_all_reduce_s(size, count, bus, hop), full_mesh_all_reduce_s(size, count, pair, 2 * hop))
+    return np.minimum(best, two_step_mesh_all_reduce_s(size, count, pair, 2 * hop))
 
 
 def _extended(at: NDArray[np.float64], xs: NDArray[np.float64], ys: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -104,11 +126,13 @@ def group_s(op: Op, size_bytes: Any, ranks: Any, local: Any, rates: Rates, const
     outside = count / inside
     inner = node_s(op, size, inside, rates, constants)
     if op == "alltoall":  # every byte for another node crosses this rank's own card
-        wire = size * (1 - inside / count) / (rates.nic_bytes_per_s * constants.nic_alltoall)
+        reached = np.where(np.asarray(rates.nic_efficiency) > 0, rates.nic_efficiency, constants.nic_alltoall)
+        wire = size * (1 - inside / count) / (rates.nic_bytes_per_s * reached)
         inner = inner * inside / count * np.where(inside > 1, 1.0, 0.0)
         outer = np.where(outside > 1, wire + constants.hop_s, 0.0)
     else:
-        wire = size / inside * (outside - 1) / outside / (rates.nic_bytes_per_s * constants.nic)
+        reached = np.where(np.asarray(rates.nic_efficiency) > 0, rates.nic_efficiency, constants.nic)
+        wire = size / inside * (outside - 1) / outside / (rates.nic_bytes_per_s * reached)
         # all-reduce over many hosts goes by trees, gather and scatter by rings
         steps = np.minimum(outside - 1, 2 * np.log2(np.maximum(outside, 1)) + 8) if op == "all_reduce" else outside - 1
         outer = np.where(outside > 1, _TURNS[op] * (wire + steps * constants.hop_s), 0.0)

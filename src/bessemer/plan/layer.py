@@ -153,9 +153,9 @@ def _element_s(bytes_: list[Any], r: Rates, c: Constants, size: int) -> NDArray[
 
 
 def _adapter_s(tokens: Any, out: Any, depth: Any, w: Work, r: Rates, c: Constants) -> NDArray[np.float64]:
-    """A low-rank adapter reads the input of its linear layer and adds to the output, forward; the same backward."""
-    bytes_ = np.asarray(w.frozen) * tokens * (2.0 * depth + 6.0 * out) * (np.asarray(out) > 0)
-    return _element_s([bytes_, bytes_, 0.0], r, c, len(tokens))
+    """A low-rank adapter reads the input of its linear layer and adds to the output; backward the other way round."""
+    used = np.asarray(w.frozen) * tokens * (np.asarray(out) > 0)
+    return _element_s([used * (2.0 * depth + 4.0 * out), used * (4.0 * depth + 2.0 * out), 0.0], r, c, len(tokens))
 
 
 def _gap_s(counts: tuple[float, float, float], p: Precision, c: Constants, size: int) -> NDArray[np.float64]:

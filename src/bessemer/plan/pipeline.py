@@ -35,21 +35,21 @@ def stage_layers(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Layers of the first, of a middle (the fullest) and of the last stage.
 
-    Where none is given: even, if pp x virtual divides the layers; else embedding, head and each multi-token prediction
-    module count as a layer, or the head alone, if that comes out even; else all stages are as full as the fullest and
-    the last takes what is left.
+    Where none is given: even, if pp x virtual divides the layers; else embedding and head count as a layer each, or the
+    head alone, if that comes out even; else, and always with multi-token prediction, all chunks are as full as the
+    fullest and the last stage takes what is left.
     """
     layers, pp, virtual, first, last, mtp = np.broadcast_arrays(
         *(np.asarray(x, float) for x in (layers, pp, virtual, first, last, mtp))
     )
-    slots = pp * virtual
-    even = (layers % slots == 0) & (mtp == 0)
-    both = ~even & ((layers + 2 + mtp) % slots == 0) & (pp > 1)
-    head = ~even & ~both & ((layers + 1 + mtp) % slots == 0) & (pp > 1)
-    middle = np.where(both, (layers + 2 + mtp) / pp, np.where(head, (layers + 1 + mtp) / pp, np.ceil(layers / pp)))
+    slots, plain = pp * virtual, mtp == 0
+    even = (layers % slots == 0) & plain
+    both = ~even & ((layers + 2) % slots == 0) & (pp > 1) & plain
+    head = ~even & ~both & ((layers + 1) % slots == 0) & (pp > 1) & plain
+    full = np.ceil(layers / slots) * virtual
+    middle = np.where(both, (layers + 2) / pp, np.where(head, (layers + 1) / pp, full))
     own_first = np.where(both, middle - 1, middle)
-    left = layers - (pp - 1) * middle
-    own_last = np.where(both | head, middle - 1 - mtp, np.where(left >= 1, left, np.floor(layers / pp)))
+    own_last = np.where(both | head, middle - 1, np.clip(layers - (pp - 1) * middle, 0, middle))
     given_first, given_last = np.where(first > 0, first, own_first), np.where(last > 0, last, own_last)
     rest = np.where(pp > 2, np.ceil((layers - given_first - given_last) / np.maximum(pp - 2, 1)), 0.0)
     given = (first > 0) | (last > 0)

@@ -51,7 +51,7 @@ _BUSBW = {
 class Rates:
     """Rates in operations/s and bytes/s of one device. `bus_bytes_per_s`: what gather and scatter reach inside a
     scale-up domain, per device. `engine`: share of an overlapped exchange's slow-down that remains (1: exchanges run
-    on the compute units; 0: on an engine of their own). `mesh`: 1 where every pair in a node has its own link."""
+    on the compute units; 0: on an engine of their own). `mesh`: 1 where every pair in a domain has its own link."""
 
     fp32: float
     bf16: float
@@ -67,6 +67,11 @@ class Rates:
     latency_s: float  # of a collective inside a node, small messages
     engine: float
     mesh: float
+    hop_s: float  # of a step of a collective in a full mesh
+    reduce_saved: float  # of a reduction's bandwidth and
+    reduce_start_saved: float  # latency, where it happens beside the memory
+    hand_over_s: float  # between engines, a collective
+    nic_efficiency: float  # 0: the calibration's
     memory_bytes: float
     assumed: tuple[str, ...] = field(default=(), compare=False)
 
@@ -102,14 +107,14 @@ def rates_of(machine: Machine, *, gpus_per_node: int | None = None, nic_bytes_pe
     node = gpus_per_node or machine.gpus_per_node
     table = TABLES.index(family.lower()) if family.lower() in TABLES else -1
     return Rates(
-        fp32=peak("fp32", fp32) if not fp32 else fp32,
+        fp32=fp32 or peak("fp32", None),
         bf16=peak("bf16", wide),
         fp8=machine.peak("fp8") or 0.0,
         fp4=machine.peak("fp4") or 0.0,
         hbm_bytes_per_s=figure(
             "memory bandwidth", machine.memory_bytes_per_s, relative and relative.memory_bytes_per_s
         ),
-        bus_bytes_per_s=_BUSBW.get(family) or (0.7 * link if link else 10e9),
+        bus_bytes_per_s=_BUSBW.get(family) or (link * (machine.mesh_efficiency or 0.7) if link else 10e9),
         nic_bytes_per_s=nic or figure("network card", None, None, _NIC.get(family.lower(), _DEFAULT_NIC)),
         host_bytes_per_s=machine.host_bytes_per_s or 25e9,
         node=float(node),
@@ -118,6 +123,11 @@ def rates_of(machine: Machine, *, gpus_per_node: int | None = None, nic_bytes_pe
         latency_s=12e-6 * (machine.launch_latency_factor or 1.0),
         engine=machine.engine_interference if machine.engine_interference is not None else 1.0,
         mesh=1.0 if machine.scaleup_topology == "full-mesh" else 0.0,
+        hop_s=machine.collective_start_s or 4e-6,
+        reduce_saved=machine.reduction_bandwidth_saved or 0.0,
+        reduce_start_saved=machine.reduction_latency_saved or 0.0,
+        hand_over_s=machine.engine_dependency_s or 0.0,
+        nic_efficiency=machine.nic_efficiency or 0.0,
         memory_bytes=figure("memory", machine.limit_bytes, relative and relative.limit_bytes),
         assumed=tuple(assumed),
     )
