@@ -207,6 +207,16 @@ def test_linear_gives_gradients_in_the_parameters_types():
     assert torch.equal(b.grad, torch.full((24,), 35.0))
 
 
+@pytest.mark.parametrize("rows", [1, 15, 16, 77])
+def test_float32_linear_equals_torchs(rows):
+    x, w, b = rand(2, rows, 24), rand(40, 24), rand(40)
+    got, want = ops.linear(x, w, b, torch.float32), F.linear(x, w, b)
+    torch.testing.assert_close(got, want, atol=5e-6, rtol=1e-5)
+    grads = [torch.autograd.grad(y, (x, w, b), torch.cos(want.detach())) for y in (got, want)]
+    for a, e in zip(*grads, strict=True):
+        torch.testing.assert_close(a, e, atol=2e-5, rtol=1e-5)
+
+
 def test_layernorm_is_torchs():
     x, w, b = rand(5, 16), rand(16), rand(16, seed=2)
     y = ops.add_norm(x, None, w, b, 1e-5, "layernorm", torch.float32)[1]

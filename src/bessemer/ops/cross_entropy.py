@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bessemer.ops import native
+from bessemer.ops.linear import product
 from bessemer.ops.registry import native_fits, register
 
 __all__ = ["cross_entropy_rows", "linear_cross_entropy"]
@@ -68,10 +69,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = None
         for at in range(0, hidden.shape[0], rows):
             part = slice(at, at + rows)
-            logits = hidden[part] @ low.t()
+            logits = product(hidden[part], low.t())
             losses[part] = cross_entropy_rows(logits, labels[part], weights[part], with_grad)
             if with_grad:
-                torch.mm(logits, low, out=dh[part])
+                product(logits, low, out=dh[part])
                 if dw is None:
                     dw = (logits.t() @ hidden[part]).to(weight.dtype)
                 elif weight.dtype == hidden.dtype:

@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["linear"]
+from bessemer.ops.registry import native_fits
+
+__all__ = ["linear", "product"]
+
+_FEW_ROWS = 16  # below, a product is bound by reading the weight and the choice doesn't matter
 
 
 class _Linear(torch.autograd.Function):
@@ -22,7 +26,11 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        low = weight.to(x.dtype)
+        if x.dtype != torch.float32:
+            return F.linear(x, low, None if bias is None else bias.to(x.dtype))
+        y = product(x.reshape(-1, x.shape[-1]), low.t()).view(*x.shape[:-1], -1)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -31,7 +39,7 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = (rows @ weight.to(grad.dtype)).view(x.shape)
+            dx = product(rows, weight.to(grad.dtype)).view(x.shape)
         if ctx.needs_input_grad[1]:
             dw = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
@@ -39,9 +47,20 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db
 
 
+def product(a_TI: Tensor, b_IO: Tensor, out: Tensor | None = None) -> Tensor:
+    """a b, outside of autograd. float32 on a CPU goes through oneDNN instead of the BLAS that torch was built with:
+    MKL reaches 88-96 GFLOP/s on a Zen 4 core where oneDNN reaches 100-107, forward and for the gradient of a.
+    (For the gradient of b, whose long side is summed over, MKL is the faster.)"""
+    onednn = a_TI.dtype == torch.float32 and a_TI.device.type == "cpu" and a_TI.shape[0] >= _FEW_ROWS
+    if not (onednn and torch.backends.mkldnn.is_available()):
+        return torch.mm(a_TI, b_IO, out=out)
+    made = torch.ops.mkldnn._linear_pointwise(a_TI, b_IO.t(), None, "none", [], "")
+    return made if out is None else out.copy_(made)
+
+
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x W^T + b with the product in `dtype`; gradients come back in the types of the arguments."""
     x_TI = x_TI.to(dtype)
-    if weight_OI.dtype == dtype:
+    if weight_OI.dtype == dtype and not (dtype == torch.float32 and native_fits(x_TI, weight_OI)):
         return F.linear(x_TI, weight_OI, None if bias_O is None else bias_O.to(dtype))
     return _Linear.apply(x_TI, weight_OI, bias_O)
