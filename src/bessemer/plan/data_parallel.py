@@ -21,16 +21,17 @@ _FLOAT32 = np.array([s.compute == "fp32" for s in _SPECS])
 _QUANTISED = np.array([s.quantised for s in _SPECS])
 
 
-def data_parallel_s(case: Case, rank: Slowest) -> Any:
+def data_parallel_s(case: Case, rank: Slowest, waiting: Any) -> Any:
     """Gradients are reduced under the last backward, parameters gathered under the first forward; what doesn't fit
     there is exposed, and of what does the share `x_dp`.
 
     With `full`, every micro-batch gathers (twice where it reshards) and scatters, under its own passes, with one
     layer's gather in the open; with pipeline stages parameters are gathered once a step. HSDP adds an all-reduce of
-    the shards over the replicas.
+    the shards over the replicas. `waiting`: seconds by which a micro-batch is longer than its passes.
     """
     lay, c, r = case.layouts, case.constants, case.rates
-    forward, backward = rank.forward, rank.inputs + rank.weights
+    stretch = 1 + waiting / np.maximum(rank.total, 1e-30)
+    forward, backward = rank.forward * stretch, (rank.inputs + rank.weights) * stretch
     gather, scatter, reduce = _exchanges(case, rank.params)
     slow = c.slow * r.engine
     keep = np.minimum(c.x_dp + np.maximum(1 - c.x_dp, 0) * slow, 1.0)

@@ -133,7 +133,7 @@ def write_calibration(problem: Problem, values: NDArray[np.float64], folds: NDAr
     heads = {"common": "all GPUs and eras", "gpu": "a GPU or its generation", "era": "software of a time"}
     for part, what in heads.items():
         lines = [
-            f"# Constants of {what}. Fields: bessemer.plan.calibration.Constants; how they were fitted: bessemer.plan.fit."
+            f"# Constants of {what}. Fields: bessemer.plan.calibration.Constants; fitted by bessemer.plan.fit."
         ]
         for key in sorted(k for k in constants if k.split(".")[0] == part):
             lines += ["", f"[{_toml_path(key)}]", *(f"{k} = {json.dumps(v)}" for k, v in vars(constants[key]).items())]

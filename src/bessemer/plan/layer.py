@@ -43,7 +43,7 @@ _SHARP = 8.0
 
 @dataclass(frozen=True)
 class Keys:
-    """What the cost of a layer depends on, arrays [U]; named as in `Layouts`."""
+    """What the cost of a layer depends on, arrays [U]; named as in `Layouts`, `two_way` follows from the schedule."""
 
     tp: NDArray[np.int64]
     cp: NDArray[np.int64]
@@ -56,6 +56,7 @@ class Keys:
     graph: NDArray[np.int64]
     recompute: NDArray[np.int64]
     recipe: NDArray[np.int64]
+    two_way: NDArray[np.int64]  # 1: expert exchanges run under the passes of the other direction (DualPipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,19 @@ class LayerCost:
     forward: NDArray[np.float64]
     inputs: NDArray[np.float64]
     weights: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where a layer is costed: keys, tokens of a rank's micro-batch, dims, work, precision, rates, constants."""
+
+    k: Keys
+    tokens: Any
+    d: Dims
+    w: Work
+    p: Precision
+    r: Rates
+    c: Constants
 
 
 @dataclass
@@ -125,22 +139,19 @@ def precision_of(recipe: NDArray[np.int64], r: Rates, c: Constants) -> Precision
 
 def layer_cost(k: Keys, d: Dims, w: Work, r: Rates, c: Constants) -> tuple[LayerCost, LayerCost]:
     """A dense layer and an MoE layer (zeros where the model has none)."""
-    p = precision_of(k.recipe, r, c)
-    tokens = k.micro_batch * w.seq / k.cp
-    attention, tp_attention = _attention_part(k, tokens, d, w, p, r, c)
-    cp = _cp_exchange(k, tokens, d, p, r, c)
-    dense, tp_dense = _dense_part(k, tokens, d.ffn, d, w, p, r, c)
-    none = _Exchange(np.zeros_like(tokens), np.zeros_like(tokens))
-    has_moe = np.broadcast_to(np.asarray(d.moe_layers) > 0, tokens.shape)
-    dense_cost = _compose(k, attention + dense, (_sum(tp_attention, tp_dense), cp, none), c.host_dense_s, w, r, c)
-    if not has_moe.any():
-        zeros = np.zeros_like(tokens)
-        return dense_cost, LayerCost(np.zeros((len(CATEGORIES), len(tokens))), zeros, zeros, zeros)
-    moe, ep = _moe_part(k, tokens, d, w, p, r, c)
-    shared, tp_shared = _dense_part(k, tokens, d.shared_ffn, d, w, p, r, c, whole=False)
+    at = _At(k, k.micro_batch * w.seq / k.cp, d, w, precision_of(k.recipe, r, c), r, c)
+    attention, tp_attention = _attention_part(at)
+    cp = _cp_exchange(at)
+    dense, tp_dense = _dense_part(at, d.ffn)
+    zeros = np.zeros_like(at.tokens)
+    exchanges = (_sum(tp_attention, tp_dense), cp, _Exchange(zeros, zeros))
+    dense_cost = _compose(at, attention + dense, exchanges, c.host_dense_s)
+    if not np.any(np.asarray(d.moe_layers) > 0):
+        return dense_cost, LayerCost(np.zeros((len(CATEGORIES), len(zeros))), zeros, zeros, zeros)
+    moe, ep = _moe_part(at)
+    shared, tp_shared = _dense_part(at, d.shared_ffn, whole=False)
     kernels = attention + (moe + shared).scaled(c.moe)
-    moe_cost = _compose(k, kernels, (_sum(tp_attention, tp_shared), cp, ep), c.host_moe_s, w, r, c)
-    return dense_cost, moe_cost
+    return dense_cost, _compose(at, kernels, (_sum(tp_attention, tp_shared), cp, ep), c.host_moe_s)
 
 
 def _sum(a: _Exchange, b: _Exchange) -> _Exchange:
@@ -162,10 +173,9 @@ def _gap_s(counts: tuple[float, float, float], p: Precision, c: Constants, size:
     return np.stack([np.broadcast_to(n * c.gap_s, (size,)) for n in counts])
 
 
-def _attention_part(
-    k: Keys, tokens: Any, d: Dims, w: Work, p: Precision, r: Rates, c: Constants
-) -> tuple[Passes, _Exchange]:
+def _attention_part(at: _At) -> tuple[Passes, _Exchange]:
     """Norm, projections, rotary, attention core, output projection, residual; the tensor-parallel exchanges."""
+    k, tokens, d, w, p, r, c = at.k, at.tokens, at.d, at.w, at.p, at.r, at.c
     size, mla = len(tokens), np.asarray(d.mla) > 0
     q, out = d.heads * d.qk_dim / k.tp, d.heads * d.v_dim / k.tp
     kv = d.kv_heads * (d.qk_dim + d.v_dim) / np.minimum(k.tp, d.kv_heads)
@@ -194,13 +204,12 @@ def _attention_part(
     )
     part.gap += _gap_s((7.0, 9.0, 2.0), p, c, size)
     gathered = np.where(mla, d.q_rank + d.kv_rank + d.rope_dim, d.hidden)
-    return part.scaled(c.layer), _tp_exchange(k, tokens, gathered, d, p, r, c)
+    return part.scaled(c.layer), _tp_exchange(at, gathered)
 
 
-def _dense_part(
-    k: Keys, tokens: Any, ffn: Any, d: Dims, w: Work, p: Precision, r: Rates, c: Constants, *, whole: bool = True
-) -> tuple[Passes, _Exchange]:
+def _dense_part(at: _At, ffn: Any, *, whole: bool = True) -> tuple[Passes, _Exchange]:
     """A feed-forward part of width `ffn`; with `whole` its norm and residual too."""
+    k, tokens, d, w, p, r, c = at.k, at.tokens, at.d, at.w, at.p, at.r, at.c
     size, used = len(tokens), np.where(np.asarray(ffn) > 0, 1.0, 0.0)
     width = np.maximum(ffn, 1.0) / k.tp
     hidden = np.broadcast_to(np.asarray(d.hidden, float), (size,))
@@ -219,13 +228,14 @@ def _dense_part(
     moved = [act * (2 * d.up_mats + 2) + around * 10, act * (4 * d.up_mats + 2) + around * 12, 0.0]
     part.element += _element_s(moved, r, c, size)
     part.gap += _gap_s((5.0, 6.0, 2.0), p, c, size)
-    exchange = _tp_exchange(k, tokens, d.hidden, d, p, r, c)
+    exchange = _tp_exchange(at, d.hidden)
     return part.scaled(used * c.layer), _Exchange(exchange.forward * used, exchange.backward * used)
 
 
-def _tp_exchange(k: Keys, tokens: Any, gathered: Any, d: Dims, p: Precision, r: Rates, c: Constants) -> _Exchange:
+def _tp_exchange(at: _At, gathered: Any) -> _Exchange:
     """With sequence parallel a gather and a scatter forward, the same and one more gather backward (for the weight
     gradient); without it an all-reduce each way. All of it is exposed unless `tp_overlap`."""
+    k, tokens, d, p, r, c = at.k, at.tokens, at.d, at.p, at.r, at.c
     into, out = tokens * gathered * p.gather_bytes, tokens * d.hidden * p.compute_bytes
     gather = group_s("all_gather", into, k.tp, r.domain, r, c)
     scatter = group_s("reduce_scatter", out, k.tp, r.domain, r, c)
@@ -237,11 +247,12 @@ def _tp_exchange(k: Keys, tokens: Any, gathered: Any, d: Dims, p: Precision, r: 
     return _Exchange(forward * share, backward * share)
 
 
-def _cp_exchange(k: Keys, tokens: Any, d: Dims, p: Precision, r: Rates, c: Constants) -> _Exchange:
+def _cp_exchange(at: _At) -> _Exchange:
     """Ring: cp - 1 blocks of keys and values, twice as much backward, under the attention core. All-gather: the same
     bytes at once. Ulysses: four all-to-alls each way."""
+    k, tokens, d, p, r, c = at.k, at.tokens, at.d, at.p, at.r, at.c
     heads = np.minimum(k.tp, d.kv_heads)
-    kv = tokens * d.kv_heads * np.where(np.asarray(d.mla) > 0, d.qk_dim + d.v_dim, d.qk_dim + d.v_dim) / heads
+    kv = tokens * d.kv_heads * (d.qk_dim + d.v_dim) / heads
     kv = kv * p.compute_bytes
     qo = tokens * d.heads * (d.qk_dim + d.v_dim) / k.tp * p.compute_bytes
     local = np.maximum(r.domain // k.tp, 1)
@@ -253,12 +264,13 @@ def _cp_exchange(k: Keys, tokens: Any, d: Dims, p: Precision, r: Rates, c: Const
     return _Exchange(np.where(ulysses, swap, gather) * share, np.where(ulysses, swap, gather + scatter) * share)
 
 
-def _moe_part(k: Keys, tokens: Any, d: Dims, w: Work, p: Precision, r: Rates, c: Constants) -> tuple[Passes, _Exchange]:
+def _moe_part(at: _At) -> tuple[Passes, _Exchange]:
     """Norm, router, permutation, grouped products of the routed experts, residual; dispatch and combine.
 
     A rank owns tokens/tp of the micro-batch; each goes to top_k experts of ep x etp ranks. Balanced, every rank works
     on tokens/tp x top_k x etp rows of width expert_ffn/etp.
     """
+    k, tokens, d, w, p, r, c = at.k, at.tokens, at.d, at.w, at.p, at.r, at.c
     size, has = len(tokens), np.where(np.asarray(d.experts) > 0, 1.0, 0.0)
     own = tokens / k.tp
     rows = own * d.top_k * k.etp * w.imbalance
@@ -284,15 +296,16 @@ def _moe_part(k: Keys, tokens: Any, d: Dims, w: Work, p: Precision, r: Rates, c:
     part.element += _element_s(bytes_, r, c, size)
     fixed = np.stack([np.broadcast_to(n * c.moe_fixed_s, (size,)) for n in (1.0, 1.0, 0.0)])
     part.gap += _gap_s((16.0, 18.0, 3.0), p, c, size) + fixed
-    return part.scaled(has * c.layer), _ep_exchange(k, own, d, w, p, r, c)
+    return part.scaled(has * c.layer), _ep_exchange(at, own)
 
 
-def _ep_exchange(k: Keys, own: Any, d: Dims, w: Work, p: Precision, r: Rates, c: Constants) -> _Exchange:
+def _ep_exchange(at: _At, own: Any) -> _Exchange:
     """Dispatch and combine: an all-to-all each, forward and backward; with etp a gather and a scatter around it.
 
     A token crosses to another host once, however many of its experts live there (and node-limited routing caps their
     number); inside the scale-up domain it is sent once per expert.
     """
+    k, d, w, p, r, c = at.k, at.d, at.w, at.p, at.r, at.c
     local = np.clip(r.domain // k.etp, 1, k.ep)
     hosts = k.ep / local
     spread = hosts * (1 - (1 - 1 / hosts) ** d.top_k)
@@ -306,19 +319,13 @@ def _ep_exchange(k: Keys, own: Any, d: Dims, w: Work, p: Precision, r: Rates, c:
     around = group_s("all_gather", gathered, k.etp, r.domain, r, c)
     around = around + group_s("reduce_scatter", gathered, k.etp, r.domain, r, c)
     one_way = (dispatch + combine) * np.where(hosts > 1, c.x_ep_wire, c.x_ep) + around
+    one_way = one_way * np.where(k.two_way > 0, np.minimum(c.slow * r.engine, 1.0), 1.0)
     return _Exchange(one_way, one_way)
 
 
-def _compose(
-    k: Keys,
-    kernels: Passes,
-    exchanges: tuple[_Exchange, _Exchange, _Exchange],
-    host_s: Any,
-    w: Work,
-    r: Rates,
-    c: Constants,
-) -> LayerCost:
+def _compose(at: _At, kernels: Passes, exchanges: tuple[_Exchange, _Exchange, _Exchange], host_s: Any) -> LayerCost:
     """Adds recompute, exchanges and the host's pace: a layer takes at least as long as its launches."""
+    k, w, c = at.k, at.w, at.c
     policies = list(RECOMPUTE.values())
     pick = lambda name: np.array([getattr(x, name) for x in policies], float)[k.recompute]  # noqa: E731
     full = pick("again_gemm") * pick("again_core") > 0.99

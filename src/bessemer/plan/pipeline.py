@@ -73,7 +73,7 @@ def spelled_stages(layers: int, pp: int, first: int, last: int) -> tuple[int, ..
 def bubble_s(
     schedule: Any, pp: Any, virtual: Any, forward: Any, inputs: Any, weights: Any, *, isolated: bool = False
 ) -> NDArray[np.float64]:
-    """Seconds that a rank of even stages idles in a step. `schedule`: ids; times: of one micro-batch on a whole rank."""
+    """Seconds that a rank of even stages idles in a step. `schedule`: ids; times of one micro-batch on a whole rank."""
     pp, f, i, w = (np.asarray(x, float) for x in (pp, forward, inputs, weights))
     plain = (pp - 1) * (f + i + w)
     dual = f + 2 * i - w

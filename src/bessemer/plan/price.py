@@ -61,7 +61,7 @@ class Prices:
     stage_weights_s: NDArray[np.float64]
 
 
-def price(
+def price(  # noqa: PLR0913 - the request has that many parts
     spec: ModelSpec,
     machine: Machine,
     layouts: Layouts,
@@ -99,13 +99,14 @@ def price_case(case: Case, *, calibrated: Any = True, memory: bool = True) -> Pr
     lay, c = case.layouts, case.constants
     rank = slowest_rank(case)
     bubble, p2p = pipeline_s(case, rank)
+    offload = offload_s(case, rank)
     zero = np.zeros(len(lay))
     parts = {
         **dict(zip((*CATEGORIES, "ends"), rank.parts * case.num_micro, strict=True)),
         "p2p": p2p,
         "bubble": bubble,
-        "dp": data_parallel_s(case, rank),
-        "offload": offload_s(case, rank),
+        "dp": data_parallel_s(case, rank, offload),
+        "offload": offload * case.num_micro,
         "optimizer": optimizer_step_s(case, rank.params),
         "fixed": c.step_s + zero,
     }

@@ -34,12 +34,13 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """S layouts as arrays [S] of int64 (names as ids into `SCHEDULES`, `DP_SHARDS`, `RECOMPUTE`, `RECIPES`, `CP_KINDS`).
+    """S layouts as arrays [S] of int64; names as ids into SCHEDULES, DP_SHARDS, RECOMPUTE, RECIPES, CP_KINDS.
 
     Beyond `Layout`: micro_batch (sequences), recompute and recompute_layers (layers of each stage where a policy works
     by layer), recipe; first_layers and last_layers of the outer stages (0: even, with one layer less where embedding
     or head count as a layer, see `bessemer.plan.pipeline.stage_layers`); replicas of HSDP (1: sharded over all of dp);
-    tp_overlap (tensor-parallel exchanges run under the products); graph (kernels are launched as one graph); offload of the optimizer state and of activations.
+    tp_overlap (tensor-parallel exchanges run under the products); graph (kernels are launched as one graph); offload of
+    the optimizer state and of activations.
     """
 
     dp: NDArray[np.int64]

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from bessemer.plan.rates import Rates
     from bessemer.plan.space import Layouts
 
-__all__ = ["Case", "Slowest", "optimizer_step_s", "pipeline_s", "slowest_rank"]
+__all__ = ["Case", "Slowest", "offload_s", "optimizer_step_s", "pipeline_s", "slowest_rank"]
 
-_EP = CATEGORIES.index("ep")
 _DUAL = np.array([name.startswith("dualpipe") for name in SCHEDULES])
 
 
@@ -103,10 +102,6 @@ def slowest_rank(case: Case) -> Slowest:
     whole = totals[0] + totals[2] + np.maximum(lay.pp - 2, 0) * totals[1]
     parts = np.stack([pick([s.parts[i] for s in stages]) for i in range(len(CATEGORIES) + 1)])
     forward, inputs, weights = (pick([getattr(s, n) for s in stages]) for n in ("forward", "inputs", "weights"))
-    # DualPipe runs the exchanges of one direction under the kernels of the other
-    hidden = np.where(_DUAL[lay.schedule], parts[_EP] * np.maximum(1 - case.constants.slow * case.rates.engine, 0), 0.0)
-    parts[_EP] -= hidden
-    forward, inputs = np.maximum(forward - hidden / 2, 0), np.maximum(inputs - hidden / 2, 0)
     pace = pick(totals)
     others = (whole - pace) / np.maximum((lay.pp - 1) * pace, 1e-30)
     return Slowest(forward, inputs, weights, parts, others, _rank_params(case, at, layers))
@@ -137,7 +132,7 @@ def optimizer_step_s(case: Case, params: StageParams) -> Any:
 
 
 def offload_s(case: Case, rank: Slowest) -> Any:
-    """Exposed seconds a step of sending saved activations to host memory and back, as far as compute doesn't hide it."""
+    """Exposed seconds a micro-batch of sending saved activations to host memory and back: what compute doesn't hide."""
     lay, d = case.layouts, case.dims
     if not lay.offload_activations.any():
         return np.zeros(len(lay))
@@ -145,22 +140,22 @@ def offload_s(case: Case, rank: Slowest) -> Any:
     share = d.moe_layers / d.layers
     saved = (dense * (1 - share) + moe * share) * d.layers / lay.pp
     each = np.maximum(2 * 0.9 * saved / case.rates.host_bytes_per_s - rank.total, 0.0)
-    return np.where(lay.offload_activations > 0, each * case.num_micro, 0.0)
+    return np.where(lay.offload_activations > 0, each, 0.0)
 
 
 def _layers(case: Case) -> tuple[LayerCost, LayerCost, Any]:
     """Layer costs of the unique keys, and the index that spreads them over the layouts (None: as they are)."""
     lay, d, w, r, c = case.layouts, case.dims, case.work, case.rates, case.constants
-    names = [f.name for f in fields(Keys)]
+    columns = {f.name: getattr(lay, f.name) for f in fields(Keys) if f.name != "two_way"}
+    columns["two_way"] = (_DUAL[lay.schedule] & (lay.pp > 1)).astype(np.int64)
     if any(np.ndim(x) for x in (d.layers, w.seq, r.bf16, c.clock)):  # different models: nothing to share
-        dense, moe = layer_cost(Keys(**{n: getattr(lay, n) for n in names}), d, w, r, c)
+        dense, moe = layer_cost(Keys(**columns), d, w, r, c)
         return dense, moe, None
     code = np.zeros(len(lay), np.int64)
-    for name in names:
-        column = getattr(lay, name)
+    for column in columns.values():
         code = code * (int(column.max(initial=0)) + 1) + column
     _, at, index = np.unique(code, return_index=True, return_inverse=True)
-    dense, moe = layer_cost(Keys(**{n: getattr(lay, n)[at] for n in names}), d, w, r, c)
+    dense, moe = layer_cost(Keys(**{name: column[at] for name, column in columns.items()}), d, w, r, c)
     return dense, moe, index
 
 
