@@ -49,13 +49,15 @@ class Timeouts:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """`command` is what each rank runs, `vault` the vault's command (None: no vault), `nproc` the number of ranks
-    (default: the job's world size), `again` what to type to go on (default: train on the folder's job.toml)."""
+    (default: the job's world size), `again` what to type to go on (default: train on the folder's job.toml),
+    `prepare` what has to be done once before the ranks start, and says how far it is through the printer."""
 
     command: Sequence[str] = (sys.executable, "-m", "bessemer.train.worker")
     vault: Sequence[str] | None = (sys.executable, "-m", "bessemer.keep.vault")
     nproc: int | None = None
     quiet: bool = False
     again: str = ""
+    prepare: Callable[[Printer], None] | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
@@ -87,8 +89,13 @@ def run(job: Job, options: Options | None = None) -> int:
                 attempt=claimed["attempt"],
                 host=socket.gethostname(),
             )
+            if options.prepare is not None:
+                options.prepare(journal.printer)
             with _workplace() as place:
                 return Agent(folder, journal, options, place, lock).run()
+        except BessemerError as error:
+            journal.event("failed", code=error.code, message=error.message, rank=error.rank, step=journal.step)
+            raise
         finally:
             journal.close()
     finally:

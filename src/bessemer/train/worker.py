@@ -67,7 +67,9 @@ def run_rank(job: Job, member: Member) -> None:
     _note_machine(job, machine, mesh, member)
     member.phase(0, "building the model")
     parts = assemble(job, resolve_model(job.model), mesh)
-    with VaultClient(member.vault, rank=member.rank, world_size=member.world_size) as saver:
+    with VaultClient(
+        member.vault, rank=member.rank, world_size=member.world_size, local_world_size=member.local_world_size
+    ) as saver:
         loop = Loop(
             parts=parts,
             train_data=open_dataset(job, "train", prepared),
