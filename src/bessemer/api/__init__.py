@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bessemer.api import plan
     from bessemer.api._check import CheckResult, check
     from bessemer.api._eval import EvalResult, eval
     from bessemer.api._export import export
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from bessemer.api._ledger import ledger
     from bessemer.api._train import Trained, train
 
-__all__ = ["VERBS", "CheckResult", "EvalResult", "Trained", "check", "eval", "export", "generate", "ledger", "train"]
+__all__ = [
+    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Trained", "check", "eval", "export", "generate", "ledger", "plan",
+    "train",
+]  # fmt: skip
 
 VERBS: dict[str, str] = {
     "check": "bessemer.api._check",
@@ -29,10 +33,15 @@ VERBS: dict[str, str] = {
 }
 """Verb -> the module that holds the function of that name, in the order in which help lists them."""
 
+GROUPS: dict[str, str] = {"plan": "bessemer.api.plan"}
+"""Group of verbs -> the module that has them, with a table `VERBS` of its own: `bessemer.api.plan.search(...)`."""
+
 _RESULTS = {"CheckResult": "check", "EvalResult": "eval", "Trained": "train"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in GROUPS:
+        return importlib.import_module(GROUPS[name])
     module = VERBS.get(_RESULTS.get(name, name))
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

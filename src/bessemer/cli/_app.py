@@ -30,14 +30,36 @@ class _Verbs(TyperGroup):
     """A group whose commands are the verbs of the api; one is imported only when it is needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(api.VERBS)
+        return [*api.VERBS, *api.GROUPS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in api.GROUPS:
+            return _group(cmd_name)
         if cmd_name in api.VERBS:
-            return _command(cmd_name)
-        near = nearest(cmd_name, api.VERBS, count=1)
-        hint = f"Did you mean '{near[0]}'?" if near else "Verbs: " + ", ".join(api.VERBS)
-        return ctx.fail(f"There is no verb '{cmd_name}'. {hint}")
+            return _command(cmd_name, getattr(api, cmd_name))
+        return _unknown(ctx, cmd_name, self.list_commands(ctx))
+
+
+class _GroupVerbs(TyperGroup):
+    """The verbs of one group of the api (`bessemer plan search`), by its own name."""
+
+    @property
+    def module(self) -> Any:
+        return getattr(api, str(self.name))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.module.VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.module.VERBS:
+            return _command(f"{self.name} {cmd_name}", getattr(self.module, cmd_name))
+        return _unknown(ctx, cmd_name, self.list_commands(ctx))
+
+
+def _unknown(context: Any, name: str, known: list[str]) -> Any:
+    near = nearest(name, known, count=1)
+    hint = f"Did you mean '{near[0]}'?" if near else "Verbs: " + ", ".join(known)
+    return context.fail(f"There is no verb '{name}'. {hint}")
 
 
 def application() -> Any:
@@ -58,9 +80,24 @@ def application() -> Any:
     return typer.main.get_command(app)
 
 
-def _command(verb: str) -> Any:
+def _group(name: str) -> Any:
+    """The command of a group; alone it lists its verbs."""
+    text = inspect.getdoc(getattr(api, name)) or ""
+    app = typer.Typer(cls=_GroupVerbs, name=name, add_completion=False, pretty_exceptions_enable=False,
+                      rich_markup_mode=None, no_args_is_help=False)  # fmt: skip
+
+    @app.callback(invoke_without_command=True, help=text, short_help=text.splitlines()[0])
+    def root(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    group = typer.main.get_command(app)
+    group.name = name
+    return group
+
+
+def _command(verb: str, function: Callable[..., Any]) -> Any:
     """The command of one verb: parameters of its api function, `--json` where the result has that form."""
-    function = getattr(api, verb)
     with_json = hasattr(result_type(function), "as_json")
 
     def run(**values: Any) -> None:
@@ -76,7 +113,7 @@ def _command(verb: str) -> Any:
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     text = summary(function)
-    app.command(name=verb, help=text, short_help=text.splitlines()[0])(run)
+    app.command(name=verb.rpartition(" ")[2], help=text, short_help=text.splitlines()[0])(run)
     return typer.main.get_command(app)
 
 

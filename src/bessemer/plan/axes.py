@@ -1,6 +1,8 @@
 """What a search goes through: a `Request`, the axes it may vary and the values that were fixed.
 
-    request = Request(spec=preset("llama-3-8b"), machine=load_machine("h100"), num_gpus=64, global_batch=128, seq_len=8192)
+    request = Request(
+        spec=preset("llama-3-8b"), machine=load_machine("h100"), num_gpus=64, global_batch=128, seq_len=8192
+    )
     fixed = parse_fixes(["tp=8", "recipe=bf16,fp8-current"])
 
 Two spaces: `usual` is what a person would try (tensor parallelism inside the scale-up domain, at least 1024 tokens a
@@ -73,6 +75,7 @@ class Request:
     space: Literal["usual", "wide"] = "usual"
     era: str = "megatron-2026"
     calibration: Calibration | None = None
+    machine_path: str | None = None  # where the machine was read from, if not by its name
 
     @property
     def rank_machine(self) -> Machine:

@@ -252,7 +252,8 @@ def _flag_table(request: Request, lists: dict[str, list[int]], kind: int) -> Col
     rows = [
         (r, b, shard, s, kind_, overlap, recipe, graph, optimizer, activations)
         for (r, b), shard, (s, overlap), kind_, recipe, graph, optimizer, activations in itertools.product(
-            recompute, [s for s in shards if s in lists["dp_shard"]], sp, [k for k in cp_kinds if k in lists["cp_kind"]],
+            recompute, [s for s in shards if s in lists["dp_shard"]], sp,
+            [k for k in cp_kinds if k in lists["cp_kind"]],
             lists["recipe"], lists["graph"], lists["offload_optimizer"], lists["offload_activations"],
         )
         if s in lists["sequence_parallel"] and overlap in lists["tp_overlap"]

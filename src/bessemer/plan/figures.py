@@ -24,7 +24,7 @@ from bessemer.plan.memory import Memory
 from bessemer.plan.price import Prices, price
 from bessemer.plan.space import DP_SHARDS, Layouts
 
-__all__ = ["Money", "Priced", "money", "prices_of", "runnable", "step_flops", "yield_factors"]
+__all__ = ["Money", "Priced", "joined", "money", "prices_of", "runnable", "step_flops", "yield_factors"]
 
 KERNELS = ("gemm", "attention", "grouped")
 """The parts of a step in which useful model FLOPs are done (with the head, which `ends` holds)."""
@@ -185,7 +185,7 @@ def _between(priced: Priced, index: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Money:
-    """Of `tokens` tokens: hours on all devices, energy of the devices at their power limit, and cost (None: no price)."""
+    """Of `tokens` tokens: hours on all devices, energy of the devices at their power limit, cost (None: no price)."""
 
     tokens: float
     hours: float
@@ -203,3 +203,17 @@ def money(priced: Priced, index: int, *, tokens: float, gpu_hour: float | None, 
     watts = request.machine.tdp_w
     energy = None if watts is None else gpu_hours * watts * pue / 1000
     return Money(tokens, hours, gpu_hours, energy, None if gpu_hour is None else gpu_hours * gpu_hour)
+
+
+def joined(first: Priced, second: Priced) -> Priced:
+    """The layouts of both, one after the other."""
+    a, b = first.prices, second.prices
+
+    def one(x: Any, y: Any) -> Any:
+        return {k: np.concatenate([x[k], y[k]]) for k in x} if isinstance(x, dict) else np.concatenate([x, y])
+
+    memory = Memory(*(one(getattr(a.memory, f.name), getattr(b.memory, f.name)) for f in fields(Memory)))
+    own = {f.name: one(getattr(a, f.name), getattr(b, f.name)) for f in fields(Prices) if f.name != "memory"}
+    names = [f.name for f in fields(Layouts)]
+    layouts = Layouts(**{n: one(getattr(first.layouts, n), getattr(second.layouts, n)) for n in names})
+    return Priced(first.request, layouts, Prices(**own, memory=memory))

@@ -14,7 +14,7 @@ from bessemer.plan.enumerate import enumerate_layouts
 from bessemer.plan.search import Found, search
 from bessemer.plan.space import DP_SHARDS
 
-__all__ = ["impossible"]
+__all__ = ["RULES", "impossible"]
 
 _MORE = (2, 4, 8, 16, 32, 64, 128)
 _NEAR = 64
@@ -81,7 +81,7 @@ def _fixes(request: Request) -> Iterator[str]:
             break
 
 
-_RULES = {
+RULES = {
     "batch-split": "the global batch must be micro_batch x dp x a whole number",
     "tp-heads": "tp must divide the attention heads",
     "tp-kv-heads": "tp and the key/value heads must divide one another",
@@ -102,7 +102,7 @@ _RULES = {
 def _no_layout(found: Found) -> Problem:
     request = found.request
     most = sorted(found.cut.items(), key=lambda item: -item[1])[:3]
-    why = "; ".join(f"{code}: {_RULES.get(code, 'see docs/errors.md')}" for code, _ in most)
+    why = "; ".join(f"{code}: {RULES.get(code, 'see docs/errors.md')}" for code, _ in most)
     fixes = [
         f"--gpus {n}" for n in _near(request.num_gpus, request.machine.gpus_per_node) if _any(request, num_gpus=n)
     ][:1]

@@ -53,7 +53,7 @@ class Neighbour:
 
 
 def neighbours_of(priced: Priced, index: int) -> list[Neighbour]:
-    """Every layout one change away: those that fit by what they cost, then those that don't fit, then the impossible."""
+    """Every layout one change away: those that fit by cost, then those that don't fit, then the impossible."""
     request, row = priced.request, priced.layouts.row(index)
     found: list[Neighbour] = []
     changed, texts = [], []
@@ -171,10 +171,12 @@ def limits_of(priced: Priced, index: int) -> list[Limit]:
     """What breaks first: the sizes by how little they may change, nearest first."""
     request, row = priced.request, priced.layouts.row(index)
     unit = int(row["cp"]) * int(row["tp"]) * 2
+    longer = sorted({request.seq_len + max(unit, request.seq_len * k // 8 // unit * unit) for k in range(1, 121)})
+    larger = [m for m in divisors(request.global_batch) if m > int(row["micro_batch"])]
     found = [
-        _grown("seq_len", request.seq_len, [request.seq_len + unit * (request.seq_len // unit * k // 8) for k in range(1, 121)],
+        _grown("seq_len", request.seq_len, longer,
                lambda s: (replace(request, seq_len=s), row)),
-        _grown("micro_batch", int(row["micro_batch"]), [m for m in divisors(request.global_batch) if m > int(row["micro_batch"])],
+        _grown("micro_batch", int(row["micro_batch"]), larger,
                lambda m: (request, {**row, "micro_batch": m})),
         _shrunk(request, row),
     ]  # fmt: skip

@@ -48,11 +48,16 @@ def with_replay(priced: Priced) -> Priced:
     wanted = np.flatnonzero(passes_of(priced))
     if not len(wanted):
         return priced
-    prices, l = priced.prices, priced.layouts
+    prices, many = priced.prices, priced.layouts
     request = priced.request
     factor = (request.calibration or default_calibration()).resolve(gpu_of(request.machine), request.era).bubble
     ideal = bubble_s(
-        l.schedule, l.pp, l.virtual_stages, prices.stage_forward_s, prices.stage_inputs_s, prices.stage_weights_s
+        many.schedule,
+        many.pp,
+        many.virtual_stages,
+        prices.stage_forward_s,
+        prices.stage_inputs_s,
+        prices.stage_weights_s,
     )
     known: dict[tuple[object, ...], float] = {}
     bubble = prices.breakdown["bubble"].copy()
@@ -68,7 +73,7 @@ def with_replay(priced: Priced) -> Priced:
     parts = {**prices.breakdown, "bubble": bubble, "scale": prices.breakdown["scale"] + more * (scale - 1)}
     ratio = step / prices.step_s
     new = replace(prices, step_s=step, low_s=prices.low_s * ratio, high_s=prices.high_s * ratio, breakdown=parts)
-    return Priced(request, l, new)
+    return Priced(request, many, new)
 
 
 def replay_of(priced: Priced, index: int, *, most: int = 200_000) -> Replay | None:

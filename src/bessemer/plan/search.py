@@ -21,7 +21,7 @@ from bessemer.core.errors import ConfigError
 from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.axes import Request, request_problems
 from bessemer.plan.enumerate import CHUNK, Space, enumerate_layouts
-from bessemer.plan.figures import Priced, prices_of, runnable
+from bessemer.plan.figures import Priced, joined, prices_of, runnable
 from bessemer.plan.replayed import BUDGET, passes_of, with_replay
 
 __all__ = ["KEPT", "Found", "search"]
@@ -34,10 +34,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Found:
-    """`best`: the fastest that fit, of every schedule, in order of their replayed times; `front`: those that no other beats in both time and memory, fastest
-    first; `smallest`: the one that needs the least memory, whether it fits or not (None: nothing was priced);
-    `trainable`: the fastest that fit and that the trainer runs. `alike`: layouts that fit and whose band of
-    uncertainty reaches below the best one's upper end. `seconds`: wall-clock time of the search."""
+    """`best`: the fastest that fit, of every schedule, in order of their replayed times; `front`: those that no other
+    beats in both time and memory, fastest first; `smallest`: the one that needs the least memory, whether it fits or
+    not (None: nothing was priced); `trainable`: the fastest that fit and that the trainer runs. `alike`: layouts that
+    fit and whose band of uncertainty reaches below the best one's upper end. `seconds`: wall-clock time of the search."""
 
     request: Request
     searched: int
@@ -107,6 +107,7 @@ def search(request: Request, *, kept: int = KEPT, progress: Progress | None = No
         done += len(layouts)
         if progress is not None:
             progress(done, space.size)
+    places += [top.index for top in best]
     return _found(request, space, (best, trainable, least), times, _merged(space, request, places), start)
 
 
@@ -157,8 +158,10 @@ def _front(step: NDArray[np.float64], memory: NDArray[np.float64]) -> NDArray[np
 
 
 def _merged(space: Space, request: Request, places: list[NDArray[np.int64]]) -> Priced:
-    """The front of all chunks' fronts."""
-    index = np.concatenate(places) if places else np.zeros(0, np.int64)
+    """The front of the chunks' fronts and of the best of each schedule, by replayed times."""
+    index = np.unique(np.concatenate(places))
     priced = prices_of(request, space.rows(index))
-    priced = with_replay(priced.take(_front(priced.prices.step_s, priced.prices.memory_bytes)))
+    closed = _front(priced.prices.step_s, priced.prices.memory_bytes)
+    ranked = _ranked(priced.take(np.setdiff1d(np.arange(len(index)), closed)))
+    priced = joined(with_replay(priced.take(closed)), ranked)
     return priced.take(_front(priced.prices.step_s, priced.prices.memory_bytes))
