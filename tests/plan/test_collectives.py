@@ -122,7 +122,5 @@ def test_fp8_is_worth_a_fifth_to_a_third(model):
         for recipe in ("bf16", "fp8-block128")
     ]
     machine = load_machine("full-mesh-8")
-    bf16, fp8 = (
-        float(price(spec, machine, lay, global_batch=1024, seq_len=4096).step_s[0]) for lay in layouts
-    )
+    bf16, fp8 = (float(price(spec, machine, lay, global_batch=1024, seq_len=4096).step_s[0]) for lay in layouts)
     assert 1.1 < bf16 / fp8 < 1.6

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from bessemer.core.errors import BessemerError, DataError
 from bessemer.core.machine import load_machine
+from bessemer.core.recipes import RECIPES
 from bessemer.plan.calibration import gpu_of
 from bessemer.plan.rates import Rates, rates_of
 from bessemer.plan.row_layout import cell_era, cell_layout, family, imbalance, nic_rate
@@ -171,6 +172,9 @@ def _row(cells: dict[str, str], fixes: Mapping[str, str], siblings: Mapping[tupl
     era = cell_era(cells)
     one_layer = "one layer" in cells.get("task", "")
     layout, batch = cell_layout(cells, dims, era, siblings, assumed, one_layer=one_layer)
+    units = RECIPES[str(layout["recipe"])].gemm
+    if units in ("fp8", "fp4") and not getattr(rates, units):
+        raise SkipError(f"no {units} units on this GPU")
     task = cells.get("task", "")
     packed = task.startswith(("sft", "lora"))
     if packed:
