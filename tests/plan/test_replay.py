@@ -202,6 +202,15 @@ def test_nothing_gets_faster_when_something_takes_longer(
     assert run(shape, slower).step_s >= run(shape, times).step_s - 1e-9
 
 
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_a_run_is_never_slower_than_steps_with_a_barrier(case: tuple[tuple[str, int, int, int], StageTimes]) -> None:
+    (name, pp, micro, virtual), times = case
+    settled = settled_step_s(name, stages=pp, micro_batches=micro, virtual_stages=virtual, times=times)
+    step = run((name, pp, micro, virtual), times)
+    assert (step.busy_s + step.dp_s + step.optimizer_s).max() <= settled + 1e-9 <= step.step_s + 2e-9
+
+
 def test_blocking_transfers_cost_every_micro_batch_on_a_middle_rank_two_messages() -> None:
     def step(micro: int, blocking: bool) -> float:
         times = StageTimes(forward_s=1.0, input_s=1.0, weight_s=1.0, p2p_s=0.25, blocking_p2p=blocking)

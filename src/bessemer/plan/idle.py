@@ -27,7 +27,7 @@ class RankTimes:
     forward, backward: passes (B, I, W); sending: standing still while a message leaves (blocking transfers only);
     dp, optimizer: exposed exchange and update.
     Idle: warm_up before its first pass; neighbour: between passes, because the pass that it needs isn't done;
-    transfer: between passes, because that is done, but its result is under way; drain: after its last pass and
+    transfer: of that, as long as the message itself takes; drain: after its last pass and
     exchange, until all ranks are ready; imbalance: however the schedule, a rank idles as long as it has less to do
     than the busiest one. That much is taken from the other four, in the order neighbour, drain, warm-up, transfer.
     What is left of idling is the same on every rank: the schedule's bubble.
@@ -64,12 +64,12 @@ def rank_times(step: Replay) -> RankTimes:
     forward = by_rank(step.rank, np.where(step.kind == 0, length, 0.0), ranks)
     sending = by_rank(step.rank, step.sending_s, ranks)
     warm_up, gap, moving = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+    taken_s = np.zeros(len(step) + 1)  # by the message of each pass; the last stands for awaiting nothing
+    taken_s[step.transfers.item] = step.transfers.end_s - step.transfers.start_s
     for rank, items in enumerate(step.items_of_rank):
         free = np.append(0.0, (step.end_s + step.sending_s)[items[:-1]])
         waited = np.maximum(step.start_s[items] - free, 0.0)
-        need = step.needs[items]
-        foreign = (need >= 0) & (step.rank[need] != rank)
-        under_way = np.where(foreign, np.minimum(waited, step.arrived_s[items] - step.end_s[need]), 0.0)
+        under_way = np.minimum(waited, taken_s[step.awaits[items]])
         warm_up[rank] = waited[0]
         gap[rank], moving[rank] = (waited - under_way)[1:].sum(), under_way[1:].sum()
     ready = step.free_s + step.dp_s
