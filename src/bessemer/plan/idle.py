@@ -27,10 +27,10 @@ class RankTimes:
     forward, backward: passes (B, I, W); sending: standing still while a message leaves (blocking transfers only);
     dp, optimizer: exposed exchange and update.
     Idle: warm_up before its first pass; neighbour: between passes, because the pass that it needs isn't done;
-    transfer: of that, as long as the message itself takes; drain: after its last pass and
-    exchange, until all ranks are ready; imbalance: however the schedule, a rank idles as long as it has less to do
-    than the busiest one. That much is taken from the other four, in the order neighbour, drain, warm-up, transfer.
-    What is left of idling is the same on every rank: the schedule's bubble.
+    transfer: of that, as long as the message itself takes; drain: after its last pass and exchange, until all ranks are
+    ready; imbalance: however the schedule, a rank idles as long as it has less to do than the busiest one. That much is
+    taken from the other four, in the order neighbour, drain, warm-up, transfer. What is left of idling is the same on
+    every rank: the schedule's bubble.
     """
 
     forward: NDArray[np.float64]

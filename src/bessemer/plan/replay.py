@@ -84,8 +84,9 @@ class Transfers:
 class Replay:
     """A step, pass by pass: arrays [N] in an order in which each comes after what it needs.
 
-    `kind`: index into `KINDS`; `needs`: the pass whose result it takes (-1: none); `awaits`: the same, or for the
-    first pass of a block what came last of the block's inputs; `arrived_s`: when that was there. `pipeline_s`: when all ranks are free; `step_s`: with exchange and update.
+    `kind`: index into `KINDS`; `needs`: the pass whose result it takes (-1: none); `awaits`: the same, or for the first
+    pass of a block what came last of the block's inputs; `arrived_s`: when that was there. `pipeline_s`: when all ranks
+    are free; `step_s`: with exchange and update.
     """
 
     name: str
