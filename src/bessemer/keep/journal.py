@@ -74,9 +74,14 @@ class Journal:
         """Drops metrics after `step`: those steps are done again. TensorBoard is told the same."""
         self.step = step
         self._metrics.close()
+        last_t = max((r["t"] for r in self.folder.metrics() if r["step"] > step), default=None)
         dropped = self.folder.cut_metrics(step)
         self._metrics = RecordWriter(self.folder.metrics_file)
         if dropped:
+            # the ledger tells redone work from downtime by it
+            self._write(
+                self._events, {"t": time.time(), "event": "cut", "step": step, "steps": dropped, "last_t": last_t}
+            )
             self.printer.line("resumed", f"{dropped} steps after step {step} were not saved and are done again", "cyan")
         if self._board is not None:
             self._board.resume(step)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bessemer.ops import native
 from bessemer.ops.registry import native_fits, register
+from bessemer.runtime.kernels import attention_flops, native_kernel
 
 __all__ = ["Heads", "attend", "attend_masked", "first_keys", "split_heads"]
 
@@ -177,13 +178,14 @@ class _Attend(torch.autograd.Function):
         out = q.new_empty(batch, seq, heads, dim)
         lse = torch.empty(batch, heads, seq, dtype=torch.float32)
         sizes = (batch, heads, k.shape[1], seq, dim, dim**-0.5)
-        native.library().bessemer_attend(
-            *(_pointer(t) for t in (q, k, v)),
-            q.dtype == torch.bfloat16,
-            *(_pointer(t) for t in (starts, out, lse)),
-            *sizes,
-            native.threads(),
-        )
+        with native_kernel("attend", q.dtype, lambda: attention_flops(q.shape, k.shape, v.shape, causal=True)):
+            native.library().bessemer_attend(
+                *(_pointer(t) for t in (q, k, v)),
+                q.dtype == torch.bfloat16,
+                *(_pointer(t) for t in (starts, out, lse)),
+                *sizes,
+                native.threads(),
+            )
         ctx.save_for_backward(q, k, v, out, lse, starts)
         ctx.sizes = sizes
         return out
@@ -194,13 +196,16 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse, starts = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         grad = grad.contiguous()
-        native.library().bessemer_attend_backward(
-            *(_pointer(t) for t in (grad, q, k, v, out, lse)),
-            q.dtype == torch.bfloat16,
-            *(_pointer(t) for t in (starts, dq, dk, dv)),
-            *ctx.sizes,
-            native.threads(),
-        )
+        with native_kernel(
+            "attend_backward", q.dtype, lambda: 2 * attention_flops(q.shape, k.shape, v.shape, causal=True)
+        ):
+            native.library().bessemer_attend_backward(
+                *(_pointer(t) for t in (grad, q, k, v, out, lse)),
+                q.dtype == torch.bfloat16,
+                *(_pointer(t) for t in (starts, dq, dk, dv)),
+                *ctx.sizes,
+                native.threads(),
+            )
         return dq, dk, dv, None
 
 
