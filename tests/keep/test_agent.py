@@ -269,7 +269,7 @@ def test_the_resumed_step_cuts_the_metrics_back_and_keeps_the_events(tmp_path: P
     assert run(job, options(body)) == 0
     folder = RunFolder(job)
     assert [(m["step"], m.get("again")) for m in folder.metrics()] == [(1, None), (2, None), (3, None), (4, 1)]
-    assert events(folder) == ["start", "finished", "start", "loaded", "finished"]
+    assert events(folder) == ["start", "finished", "start", "cut", "loaded", "finished"]
 
 
 def test_a_record_that_makes_no_sense_is_a_warning_and_no_more(tmp_path: Path) -> None:
