@@ -241,6 +241,9 @@ def test_all_wrong_inputs_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         ask(16384, "llama-3", ["stall_s=x", "nonsense=1", "slow_share=2"])
     assert len(caught.value.problems) == 3
+    with pytest.raises(ConfigError) as caught:
+        goodput(gpus=4, fleet="none", target=2.0, spares=-1, sets=["stall_s=x"])
+    assert [p.where for p in caught.value.problems] == ["target", "spares", "stall_s", "fleet", "gpus"]
 
 
 def test_inputs_are_frozen() -> None:

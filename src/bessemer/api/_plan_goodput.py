@@ -43,9 +43,12 @@ def goodput(
     if spares is not None and spares < 0:
         what = f"spares = {spares} nodes"
         problems.append(Problem(code="goodput-input", where="spares", what=what, why="", fix="--spares 0 or more"))
+    try:
+        asked = ask(gpus, fleet, sets, inspection=inspection)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems], "the request") from None
     if problems:
         raise ConfigError(problems, "the request")
-    asked = ask(gpus, fleet, sets, inspection=inspection)
     advice = advise(asked.inputs, target, spares)
     played = {m.mode: simulate(asked.inputs, m.estimate) for m in advice.modes}
     return Goodput(asked=asked, advice=advice, simulated=played)

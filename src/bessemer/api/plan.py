@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bessemer.api._plan_calibrate import calibrate
     from bessemer.api._plan_explain import compare, explain
+    from bessemer.api._plan_goodput import goodput
     from bessemer.api._plan_search import search
     from bessemer.api._plan_validate import validate
 
-__all__ = ["VERBS", "calibrate", "compare", "explain", "search", "validate"]
+__all__ = ["VERBS", "calibrate", "compare", "explain", "goodput", "search", "validate"]
 
 VERBS: dict[str, str] = {
     "search": "bessemer.api._plan_search",
     "explain": "bessemer.api._plan_explain",
     "compare": "bessemer.api._plan_explain",
+    "goodput": "bessemer.api._plan_goodput",
     "calibrate": "bessemer.api._plan_calibrate",
     "validate": "bessemer.api._plan_validate",
 }

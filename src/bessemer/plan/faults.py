@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from bessemer.core.errors import ConfigError
-from bessemer.core.problem import Problem, nearest, one_of
+from bessemer.core.problem import Problem, nearest
 
 __all__ = [
     "FLEETS", "LAYERS", "Fleet", "Part", "Sourced", "cold_restart", "communicator_start", "detection", "fault_row",
@@ -72,7 +72,7 @@ FLEETS: dict[str, Fleet] = {
         Fleet(
             "llama-3",
             "Llama 3 405B, 16,384 H100, 54 days, 419 unexpected interruptions",
-            ((16384, "F004"),),
+            ((16384, "F003"),),
             "Llama 3 Herd of Models",
             {"checkpoint_s": _llama_save()},
         ),
@@ -106,7 +106,7 @@ def fleet(name: str) -> Fleet:
     """ConfigError with the nearest names for one that isn't known."""
     if name in FLEETS:
         return FLEETS[name]
-    fix = one_of("--fleet", nearest(name.lower(), FLEETS) or list(FLEETS))
+    fix = "--fleet " + " or ".join(nearest(name.lower(), FLEETS) or FLEETS)
     why = "fleets: " + ", ".join(FLEETS)
     problem = Problem(code="fleet-unknown", where="fleet", what=f"{name!r} is not a known fleet", why=why, fix=fix)
     raise ConfigError([problem], "the request")

@@ -58,11 +58,14 @@ def ask(gpus: int, fleet_name: str, sets: Sequence[str] = (), *, inspection: boo
 
     ConfigError with all that is wrong: an unknown key, a value out of its range, sizes that don't divide.
     """
-    of = fleet(fleet_name)
     given, problems = _given(sets)
+    try:
+        of = fleet(fleet_name)
+    except ConfigError as error:
+        problems += error.problems
     if gpus < 8 or gpus > 10_000_000:
         fix = "gpus from 8 to 10,000,000"
-        problems.append(_problem("gpus", f"{gpus:,} accelerators are outside of what is modelled", fix))
+        problems.append(_wrong("gpus", f"{gpus:,} accelerators are outside of what is modelled", fix))
     if problems:
         raise ConfigError(problems, "the request")
     noticed = detection(of, inspected=inspection)
@@ -121,12 +124,12 @@ def _given(sets: Sequence[str]) -> tuple[dict[str, float], list[Problem]]:
         key = key.strip()
         if not equals or key not in KEYS:
             near = nearest(key, KEYS) or KEYS
-            problems.append(_problem(key or text, f"there is no input {text!r}", "key=value with " + ", ".join(near)))
+            problems.append(_wrong(key or text, f"there is no input {text!r}", "key=value with " + ", ".join(near)))
             continue
         try:
             given[key] = float(value)
         except ValueError:
-            problems.append(_problem(key, f"{value!r} is no number", f"--set {key}=600 (seconds, shares and counts)"))
+            problems.append(_wrong(key, f"{value!r} is no number", f"--set {key}=600 (seconds, shares and counts)"))
             continue
         problem = _out_of_range(key, given[key])
         if problem is not None:
@@ -137,11 +140,11 @@ def _given(sets: Sequence[str]) -> tuple[dict[str, float], list[Problem]]:
 def _out_of_range(key: str, value: float) -> Problem | None:
     if not math.isfinite(value) or value < 0 or (key in POSITIVE and value == 0):
         bound = "above zero" if key in POSITIVE else "zero or more"
-        return _problem(key, f"{key} = {value:g} is not possible", f"a finite number {bound}")
+        return _wrong(key, f"{key} = {value:g} is not possible", f"a finite number {bound}")
     if key in SHARES and value > 1:
-        return _problem(key, f"{key} = {value:g} is no share", f"{key} between 0 and 1, e.g. {value / 100:g}")
+        return _wrong(key, f"{key} = {value:g} is no share", f"{key} between 0 and 1, e.g. {value / 100:g}")
     if key in WHOLE and value != int(value):
-        return _problem(key, f"{key} = {value:g} is not a whole number", f"--set {key}={round(value) or 1}")
+        return _wrong(key, f"{key} = {value:g} is not a whole number", f"--set {key}={round(value) or 1}")
     return None
 
 
@@ -157,24 +160,24 @@ def _contradictions(inputs: GoodputInputs) -> list[Problem]:
     if inputs.gpus % node:
         low = inputs.gpus // node * node
         fix = f"gpus = {low} or {low + node}"
-        found.append(_problem("gpus", f"{inputs.gpus:,} accelerators are not whole nodes of {node}", fix))
+        found.append(_wrong("gpus", f"{inputs.gpus:,} accelerators are not whole nodes of {node}", fix))
     elif inputs.unit % node or inputs.gpus % inputs.unit:
         fits = [node * d for d in divisors_near(inputs.gpus // node)]
         what = f"replicas of {inputs.unit} don't divide {inputs.gpus:,} accelerators in nodes of {node}"
-        found.append(_problem("unit", what, "unit = " + ", ".join(map(str, fits))))
+        found.append(_wrong("unit", what, "unit = " + ", ".join(map(str, fits))))
     if inputs.min_replicas > inputs.replicas:
         what = f"min_replicas = {inputs.min_replicas} of {inputs.replicas}"
-        found.append(_problem("min_replicas", what, f"min_replicas up to {inputs.replicas}"))
+        found.append(_wrong("min_replicas", what, f"min_replicas up to {inputs.replicas}"))
     if inputs.mttf_s < inputs.step_s:
         what = f"a failure every {inputs.mttf_s:g} s, in steps of {inputs.step_s:g} s: no step would ever end"
-        found.append(_problem("mttf_s", what, "mttf_s in seconds (3.1 h is 11,136), or a shorter step_s"))
+        found.append(_wrong("mttf_s", what, "mttf_s in seconds (3.1 h is 11,136), or a shorter step_s"))
     if inputs.interval_s is not None and inputs.interval_s < inputs.step_s:
         what = f"saves every {inputs.interval_s:g} s, in steps of {inputs.step_s:g} s"
-        found.append(_problem("interval_s", what, f"interval_s = {inputs.step_s:g} or more"))
+        found.append(_wrong("interval_s", what, f"interval_s = {inputs.step_s:g} or more"))
     return found
 
 
-def _problem(key: str, what: str, fix: str) -> Problem:
+def _wrong(key: str, what: str, fix: str) -> Problem:
     return Problem(code="goodput-input", where=key, what=what, why="", fix=fix)
 
 
