@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from fake_ranks import AgentProcess, alive, job_in, options, until
 
-from bessemer.core.errors import PeerLost, RequestError, RunFolderError
+from bessemer.core.errors import DataError, PeerLost, RequestError, RunFolderError
 from bessemer.keep.agent import Options, run
 from bessemer.keep.hub import Hub
+from bessemer.keep.progress import Printer
 from bessemer.keep.reception import RankState, Reception
 from bessemer.keep.records import RecordWriter
 from bessemer.keep.run_folder import RunFolder
@@ -370,3 +371,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     told = [e for e in RunFolder(job).events() if e["event"] == "saved"]
     assert [(e["step"], e["path"]) for e in told] == [(1, "one"), (3, str(tmp_path / "r/checkpoints/step-3"))]
     assert "saved up to step 3 in" in capfd.readouterr().err
+
+
+def test_what_comes_before_the_ranks_may_fail_and_is_recorded(tmp_path: Path) -> None:
+    def prepare(printer: Printer) -> None:
+        printer.line("data", "reading", "cyan")
+        raise DataError("the corpus is gone", code="corpus-empty")
+
+    job, given = job_in(tmp_path), options(STEPS)
+    with pytest.raises(DataError, match="the corpus is gone"):
+        run(job, Options(command=given.command, vault=None, prepare=prepare))
+    assert events(RunFolder(job)) == ["start", "failed"]
+    assert run(job, given) == 0, "the folder is free again"

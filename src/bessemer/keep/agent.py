@@ -89,17 +89,23 @@ def run(job: Job, options: Options | None = None) -> int:
                 attempt=claimed["attempt"],
                 host=socket.gethostname(),
             )
-            if options.prepare is not None:
-                options.prepare(journal.printer)
+            _prepare(options, journal)
             with _workplace() as place:
                 return Agent(folder, journal, options, place, lock).run()
-        except BessemerError as error:
-            journal.event("failed", code=error.code, message=error.message, rank=error.rank, step=journal.step)
-            raise
         finally:
             journal.close()
     finally:
         folder.unlock()
+
+
+def _prepare(options: Options, journal: Journal) -> None:
+    """What comes before the ranks; a failure there ends the attempt in the records too."""
+    try:
+        if options.prepare is not None:
+            options.prepare(journal.printer)
+    except BessemerError as error:
+        journal.event("failed", code=error.code, message=error.message, rank=error.rank, step=journal.step)
+        raise
 
 
 class Agent:
