@@ -2,6 +2,7 @@
 
 import csv
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,27 @@ def test_a_row_that_cannot_be_predicted_is_counted_with_its_reason(tmp_path, cha
     assert all(math.isfinite(r["predicted_s"]) for r in found["rows"])
 
 
+def test_rows_full_of_slips_are_predicted_or_counted(tmp_path):
+    """Random cells replaced by rubbish: every row still comes out on one side or the other."""
+    with ROWS.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        lines, names = list(reader), list(reader.fieldnames or [])
+    dice = random.Random(3)
+    for _ in range(300):
+        line = lines[dice.randrange(len(lines))]
+        line[names[dice.randrange(1, len(names))]] = dice.choice(
+            ["", "0", "-1", "nan", "inf", "x", "1e9", "3", '"', "1e400"]
+        )
+    path = tmp_path / "rows.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(lines)
+    found = validate(path)
+    assert len(found["rows"]) + sum(found["all"]["skipped"].values()) == len(lines)
+    assert all(r["predicted_s"] is not None and math.isfinite(r["predicted_mem"]) for r in found["rows"])
+
+
 def test_a_rate_stands_in_for_the_step_time(tmp_path):
     path = write(
         tmp_path / "rows.csv",
@@ -144,7 +166,7 @@ def test_reached_accuracy_holds():
         names = ("time_mean_ape", "time_median_ape", "time_p90_ape")
         for name, bar in zip(names, bars, strict=True):
             assert bar is None or found[source][name] * 100 <= bar, (source, name)
-    for source, bar in {"SIMUMAX": 0.5, "BLOOM": 4.0, "TITAN": 5.7}.items():
+    for source, bar in {"SIMUMAX": 0.5, "BLOOM": 4.0, "TITAN": 5.0}.items():
         assert found[source]["mem_mean_ape"] * 100 <= bar, source
 
 

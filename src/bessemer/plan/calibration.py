@@ -97,6 +97,7 @@ class Constants:
         float  # 1 where a weight-shaped buffer a distinct shape is kept (TransformerEngine, fused accumulation)
     )
     gathered_layers: float  # layers whose gathered parameters are alive at once under FSDP
+    stage_stash: float  # stage inputs and outputs that a pipeline runtime keeps beside the layers' own
     resharded: float  # FSDP: times that parameters are gathered in a step and micro-batch (2: again for the backward)
     reduce_bytes: float  # of a gradient on the wire
     gather_fp8: float  # bytes of a parameter on the wire where products are quantised
@@ -139,12 +140,12 @@ _GPUS = {
 
 
 def gpu_of(machine: Machine) -> tuple[str, ...]:
-    """The tables of a machine, the most special first; ("generic",) where none was calibrated."""
+    """The tables of a machine, the most special first; the last is "generic" where none was calibrated."""
     name = machine.name.upper()
     for key, chain in _GPUS.items():
         if name.startswith(key):
             return chain
-    return ("generic",)
+    return ("cpu", "generic") if machine.device == "cpu" else ("generic",)
 
 
 @dataclass(frozen=True)

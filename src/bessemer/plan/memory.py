@@ -187,7 +187,8 @@ def _stage(
     )
     input_bytes = layers * kept_input
     offloaded = np.where(lay.offload_activations > 0, 0.1, 1.0)
-    saved = held * (input_bytes + layer_bytes) * c.memory_activation * offloaded
+    stash = np.where(lay.pp > 1, c.stage_stash, 0.0) * kept_input
+    saved = held * ((input_bytes + layer_bytes) * c.memory_activation * offloaded + stash)
     tokens, wide = lay.micro_batch * w.seq / lay.cp, 2.0
     full = np.array([x.drop_rest > 0.9 for x in RECOMPUTE.values()])[lay.recompute]
     again = _without_recompute(lay, d, w, c) if full.any() else (0.0, 0.0)

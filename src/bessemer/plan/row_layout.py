@@ -26,6 +26,12 @@ def cell_era(cells: Mapping[str, str]) -> str:
         return "composer-2023"
     if "torchtitan" in framework:
         return "torchtitan-eager-2024" if "eager" in notes else "torchtitan-2024" if year <= 2024 else "torchtitan-2025"
+    if (
+        "megatron" not in framework
+        and "nemo" not in framework
+        and re.search(r"fsdp|pytorch|deepspeed|hugging", framework)
+    ):
+        return "composer-2023" if year <= 2023 else "torchtitan-2024" if year == 2024 else "torchtitan-2025"
     if "paxml" in framework:
         return "paxml-2024"
     if "maxtext" in framework or "jax" in framework or source == "JAXTB":

@@ -70,6 +70,22 @@ def number(cells: Mapping[str, str], name: str) -> float | None:
     return value
 
 
+def _vocab(cells: Mapping[str, str], known: Mapping[str, float], assumed: list[str]) -> float:
+    vocab = number(cells, "vocab") or known.get("vocab")
+    if vocab is None:
+        vocab = 0.0 if "one layer" in cells.get("task", "") else 51200.0
+        if vocab:
+            assumed.append("vocab 51200")
+    return vocab
+
+
+def _predictions(cells: Mapping[str, str], name: str, layers: float) -> float:
+    """DeepSeek-V3's multi-token prediction module: trained in Megatron-Bridge's runs unless the row says without."""
+    bridge = "bridge" in cells.get("framework", "").lower()
+    without = "w/o mtp" in cells.get("model", "").lower()
+    return float(name.startswith("deepseekv3") and layers >= 61 and bridge and not without)
+
+
 def cell_dims(cells: Mapping[str, str], assumed: list[str]) -> Dims:
     name = re.sub(r"[^a-z0-9]", "", cells.get("model", "").lower())
     known = next((facts for start, facts in _KNOWN if name.startswith(start)), {})
@@ -98,16 +114,10 @@ def cell_dims(cells: Mapping[str, str], assumed: list[str]) -> Dims:
         moe_ffn = ffn
     if not cells.get("ffn") and not moe_ffn:
         assumed.append("ffn 4 x hidden")
-    vocab = number(cells, "vocab") or known.get("vocab")
-    if vocab is None:
-        vocab = 0.0 if "one layer" in cells.get("task", "") else 51200.0
-        if vocab:
-            assumed.append("vocab 51200")
     dense = get("dense_layers", 0)
     every = known.get("moe_every", 1)
     latent = dict(re.findall(r"(\w+)=(\d+)", cells.get("mla", "")))
     rank = {k: float(v) for k, v in latent.items()}
-    with_mtp = "w/o mtp" not in cells.get("model", "").lower()
     return Dims(
         layers=layers,
         hidden=hidden,
@@ -120,8 +130,8 @@ def cell_dims(cells: Mapping[str, str], assumed: list[str]) -> Dims:
         rope_dim=rank.get("qk_rope", 0),
         ffn=ffn,
         up_mats=2 if gated else 1,
-        vocab=vocab,
-        tied=0 if gated or "qwen" in name or "bloom" not in cells.get("source_id", "").lower() else 1,
+        vocab=_vocab(cells, known, assumed),
+        tied=float("bloom" in cells["source_id"].lower() and not gated),
         window=known.get("window", 0),
         window_share=known.get("window_share", 0),
         moe_layers=(layers - dense) / every if experts else 0,
@@ -131,9 +141,7 @@ def cell_dims(cells: Mapping[str, str], assumed: list[str]) -> Dims:
         expert_ffn=moe_ffn if experts else 0,
         shared_ffn=(number(cells, "shared_expert_ffn") or known.get("shared_expert_ffn", 0)) if experts else 0,
         top_groups=4 if latent and experts >= 256 else 0,
-        mtp_layers=1
-        if name.startswith("deepseekv3") and layers >= 61 and with_mtp and "mbridge" in cells["source_id"].lower()
-        else 0,
+        mtp_layers=_predictions(cells, name, layers),
         learned_positions=0,
         norm_params=1 if gated else 2,
         bias=0,
