@@ -68,7 +68,9 @@ class Slowest:
 
 
 @dataclass
-class _Stage:
+class StageCost:
+    """One micro-batch on a rank: seconds by pass [S], `parts` as in `Slowest`."""
+
     forward: Any
     inputs: Any
     weights: Any
@@ -79,8 +81,8 @@ class _Stage:
         return self.forward + self.inputs + self.weights
 
 
-def slowest_rank(case: Case) -> Slowest:
-    """Costs the first, a middle and the last stage and picks the one that sets the pace."""
+def stages_of(case: Case) -> tuple[tuple[Any, Any, Any], tuple[StageCost, StageCost, StageCost]]:
+    """Layers and costs of the first pipeline rank, of one in the middle and of the last; what isn't there costs 0."""
     lay, d = case.layouts, case.dims
     dense, moe, index = _layers(case)
     layers = stage_layers(d.layers, lay.pp, lay.virtual_stages, lay.first_layers, lay.last_layers, d.mtp_layers)
@@ -88,11 +90,17 @@ def slowest_rank(case: Case) -> Slowest:
     one = lay.pp == 1
     mtp = d.mtp_layers  # a module is a layer like the last one, with its own pass over the head
     costs = (dense, moe, index)
-    stages = (
+    return layers, (
         _stage(d, costs, layers[0] + np.where(one, mtp, 0.0), True, embedding + np.where(one, head, 0.0)),
         _stage(d, costs, np.where(lay.pp > 2, layers[1], 0.0), False, 0.0 * embedding),
         _stage(d, costs, np.where(one, 0.0, layers[2] + mtp), False, np.where(one, 0.0, head)),
     )
+
+
+def slowest_rank(case: Case) -> Slowest:
+    """Costs the first, a middle and the last stage and picks the one that sets the pace."""
+    lay = case.layouts
+    layers, stages = stages_of(case)
     totals = [s.total for s in stages]
     at = np.stack(totals).argmax(axis=0)
 
@@ -159,7 +167,7 @@ def _layers(case: Case) -> tuple[LayerCost, LayerCost, Any]:
     return dense, moe, index
 
 
-def _stage(d: Dims, costs: tuple[LayerCost, LayerCost, Any], layers: Any, first: bool, ends: Any) -> _Stage:
+def _stage(d: Dims, costs: tuple[LayerCost, LayerCost, Any], layers: Any, first: bool, ends: Any) -> StageCost:
     dense, moe, index = costs
     dense_layers, moe_layers = stage_kinds(d, layers, first)
     has_moe = np.any(np.asarray(d.moe_layers) > 0)
@@ -171,7 +179,7 @@ def _stage(d: Dims, costs: tuple[LayerCost, LayerCost, Any], layers: Any, first:
         return dense_layers * a + moe_layers * (b if index is None else b[..., index])
 
     parts = np.concatenate([mix(dense.parts, moe.parts), ends.sum(axis=0)[None]])
-    return _Stage(
+    return StageCost(
         mix(dense.forward, moe.forward) + ends[0],
         mix(dense.inputs, moe.inputs) + ends[1],
         mix(dense.weights, moe.weights) + ends[2],
