@@ -103,7 +103,7 @@ def in_flight(schedule: Any, pp: Any, virtual: Any, num_micro: Any, stage: Any) 
         "1f1b": np.where(v > 1, warm, one),
         "gpipe": m,
         "zb-h1": np.minimum(pp, m),
-        "zb-h2": np.minimum(2 * pp - 1 - rank, m),
+        "zb-h2": np.minimum(2 * pp - 1, m),
         "zb-v": np.minimum(pp, m),
         "dualpipe": np.minimum(pp + 1, m),
         "dualpipev": np.minimum(pp + 0.5, m),
