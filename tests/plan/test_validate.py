@@ -148,7 +148,7 @@ def test_no_row_of_the_open_file_is_lost():
 # mean, median and 90th percentile of the absolute error in per cent on the open rows, all of them in the fit,
 # with half a point above what was reached
 REACHED = {
-    "SIMUMAX": (3.0, None, None),
+    "SIMUMAX": (2.4, None, None),
     "SEQPAR22": (2.4, None, None),
     "MLM21": (None, 3.3, 4.0),
     "BLOOM": (None, 4.1, 9.2),
@@ -176,5 +176,5 @@ def test_the_page_shows_every_source_with_its_bars():
     for source in REACHED:
         assert source in text
     left_out = {row.name: row for row in accuracy_table(ROWS)}
-    assert left_out["SIMUMAX"].left_out[0] < 3.9  # never in its own fit
-    assert left_out["MBRIDGE MoE"].left_out[1] < 13
+    assert left_out["SIMUMAX"].left_out[0] < 2.5
+    assert left_out["MBRIDGE MoE"].left_out[1] < 9

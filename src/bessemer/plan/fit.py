@@ -132,9 +132,7 @@ def write_calibration(problem: Problem, values: NDArray[np.float64], folds: NDAr
         constants[problem.keys[i]] = Constant(_round(found), _round(low), _round(high), old.prior, old.spread, source)
     heads = {"common": "all GPUs and eras", "gpu": "a GPU or its generation", "era": "software of a time"}
     for part, what in heads.items():
-        lines = [
-            f"# Constants of {what}. Fields: bessemer.plan.calibration.Constants; fitted by bessemer.plan.fit."
-        ]
+        lines = [f"# Constants of {what}. Fields: bessemer.plan.calibration.Constants; fitted by bessemer.plan.fit."]
         for key in sorted(k for k in constants if k.split(".")[0] == part):
             lines += ["", f"[{_toml_path(key)}]", *(f"{k} = {json.dumps(v)}" for k, v in vars(constants[key]).items())]
         name = {"common": "common", "gpu": "gpus", "era": "eras"}[part]
