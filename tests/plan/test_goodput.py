@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -184,6 +185,14 @@ def test_advice_where_nothing_reaches_the_target() -> None:
     assert all(m.overcome_limit_s is None for m in advice.modes)
 
 
+def test_without_fall_backs_nothing_in_mode_zero_is_lost_but_time() -> None:
+    result = goodput(sets=["fallback_share=0"])
+    text = json.dumps(result.as_json(), allow_nan=False)
+    zero = json.loads(text)["modes"]["zero"]
+    assert zero["losing_mttf_s"] is None and zero["young_interval_s"] is None and zero["losses"]["fallback"] == 0.0
+    assert "99 % effective time: mode zero" in str(result)
+
+
 def test_a_job_of_one_replica_cannot_go_on_without_it() -> None:
     inputs = ask(8, "llama-3").inputs
     assert inputs.replicas == 1 and [m.mode for m in advise(inputs, 0.9).modes] == ["disk", "memory"]
@@ -244,6 +253,30 @@ def test_all_wrong_inputs_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         goodput(gpus=4, fleet="none", target=2.0, spares=-1, sets=["stall_s=x"])
     assert [p.where for p in caught.value.problems] == ["target", "spares", "stall_s", "fleet", "gpus"]
+
+
+DOCS = (Path(__file__).parents[2] / "docs" / "plan-goodput.md").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    told = str(goodput()).partition("\ninputs")[0]
+    assert told in DOCS
+
+
+@pytest.mark.parametrize("gpus", [1024, 16384, 131_072])
+def test_the_pages_table_by_size(gpus: int) -> None:
+    data = goodput(gpus=gpus).as_json()
+    shares = " | ".join(f"{100 * data['modes'][mode]['effective_time']:.1f} %" for mode in MODES)
+    times = " / ".join(f"{data['mttf_by_fleet_s'][name] / 3600:.3g} h" for name in ("llama-3", "rsc-1"))
+    assert f"| {gpus:,} | {times} | {shares} |" in DOCS
+
+
+def test_the_pages_example_of_a_million() -> None:
+    command = DOCS.partition("$ bessemer plan goodput --gpus 1000000 ")[2].partition("...")[0]
+    sets = [word for word in command.replace("\\", " ").split() if "=" in word]
+    assert len(sets) == 6
+    answer = [line for line in str(goodput(gpus=1_000_000, sets=sets)).splitlines() if line.startswith("99 %")]
+    assert answer[0] in DOCS
 
 
 def test_inputs_are_frozen() -> None:

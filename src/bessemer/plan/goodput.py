@@ -97,7 +97,7 @@ class Estimate:
     `effective_time_all_devices`: of all, spares counted; `goodput`: that, at the pace that stragglers leave.
 
     `losses` add up, with `effective_time`, to one. interval_s: between saves of the mode's own level; it stalls for
-    save_stall_s, and running time between failures that throw away what came after is losing_mttf_s.
+    save_stall_s, and running time between failures that throw away what came after is losing_mttf_s (None: none).
     durable_interval_s: the same, or between durable saves where there are two levels. spares: nodes, None: never short.
     """
 
@@ -106,7 +106,7 @@ class Estimate:
     interval_s: float
     durable_interval_s: float
     save_stall_s: float
-    losing_mttf_s: float
+    losing_mttf_s: float | None
     effective_time: float
     effective_time_all_devices: float
     pace: float
@@ -117,12 +117,12 @@ class Estimate:
         return self.effective_time_all_devices * self.pace
 
     @property
-    def young_interval_s(self) -> float:
-        return young_interval_s(self.save_stall_s, self.losing_mttf_s)
+    def young_interval_s(self) -> float | None:
+        return None if self.losing_mttf_s is None else young_interval_s(self.save_stall_s, self.losing_mttf_s)
 
     @property
-    def daly_interval_s(self) -> float:
-        return daly_interval_s(self.save_stall_s, self.losing_mttf_s)
+    def daly_interval_s(self) -> float | None:
+        return None if self.losing_mttf_s is None else daly_interval_s(self.save_stall_s, self.losing_mttf_s)
 
 
 def poisson(mean: float, sigmas: float = 12.0) -> NDArray[np.float64]:
@@ -200,7 +200,7 @@ class _Saves:
     interval_s: float
     durable_interval_s: float
     stall_s: float
-    losing_mttf_s: float
+    losing_mttf_s: float | None
     kept: float
 
 
@@ -217,7 +217,8 @@ def _saves(inputs: GoodputInputs, mode: Mode, rare: float, common_s: float) -> _
         least = max(inputs.write_s, step)
         own = inputs.interval_s or (max(best_interval_s(snapshot, fallback_s), least) if rare > 0 else 1e3 * least)
         kept = efficiency(own, snapshot, fallback_s, inputs.write_s) if rare > 0 else own / (own + snapshot)
-        return _Saves(own, own, snapshot, fallback_s, kept * math.exp(-step / 2 / mttf))
+        losing_s = fallback_s if rare > 0 else None
+        return _Saves(own, own, snapshot, losing_s, kept * math.exp(-step / 2 / mttf))
     own = inputs.interval_s or max(best_interval_s(snapshot, mttf), step)
     durable = max(best_interval_s(snapshot, fallback_s) if rare > 0 else 0.0, inputs.write_s, own)
     kept = efficiency(own, snapshot, mttf)

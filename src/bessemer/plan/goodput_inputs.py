@@ -72,6 +72,8 @@ def ask(gpus: int, fleet_name: str, sets: Sequence[str] = (), *, inspection: boo
     sources = _defaults(gpus, of, noticed)
     sources.update(of.defaults)
     sources |= {k: Sourced(v, "given", f"--set {k}") for k, v in given.items()}
+    if "snapshot_s" not in given:
+        sources["snapshot_s"] = _snapshot(sources["step_s"].value)
     values: dict[str, Any] = {k: int(s.value) if k in WHOLE else s.value for k, s in sources.items()}
     if "unit" not in given:
         values["unit"] = _unit(gpus, values["gpus_per_node"])
@@ -102,7 +104,6 @@ def _defaults(gpus: int, of: Fleet, noticed: dict[str, Sourced]) -> dict[str, So
         "join_s": Sourced(warm.value, "modelled", "no sooner than a warm restart of the whole job"),
         "step_s": Sourced(6.0, "modelled", "16 M tokens of Llama 3 405B at 400 TFLOP/s on 16,384 (arXiv 2407.21783)"),
         "checkpoint_s": Sourced(40.0, "published", "BLOOM 176B, 2.3 TB on 384 A100, 40 s to save (F108)"),
-        "snapshot_s": Sourced(0.009 * 6.0, "published", "0.9 % of a step at most: " + fault_row("F076").source),
         "write_s": Sourced(40.0, "published", "as checkpoint_s of BLOOM (F108)"),
         "drain_share": drained,
         "repair_s": Sourced(86400.0, "modelled", assumed),
@@ -114,6 +115,11 @@ def _defaults(gpus: int, of: Fleet, noticed: dict[str, Sourced]) -> dict[str, So
         "slow_share": Sourced(0.0, "modelled", "slow nodes are sorted out; else 0.5 % (arXiv 2402.15627, F061)"),
         "slow_by": Sourced(0.10, "published", "arXiv 2402.15627 (F062)"),
     }  # fmt: skip
+
+
+def _snapshot(step_s: float) -> Sourced:
+    most = fault_row("F076").source
+    return Sourced(0.009 * step_s, "modelled", f"0.9 % of step_s, the most for saving every step: {most}")
 
 
 def _given(sets: Sequence[str]) -> tuple[dict[str, float], list[Problem]]:

@@ -15,9 +15,9 @@ from bessemer.plan.goodput_simulation import Simulated
 __all__ = ["Goodput"]
 
 WAYS = {
-    "disk": "restart from disk",
-    "memory": "restart from memory",
-    "zero": "survivors go on",
+    "disk": "disk: all restart",
+    "memory": "memory: all restart",
+    "zero": "zero: survivors go on",
 }
 LOSSES = {
     "recovery": "recovery",
@@ -115,8 +115,7 @@ class Goodput:
         return lines
 
     def _modes(self) -> list[str]:
-        titles = ["spares", "save every", "effective", "all devices", "simulated", *LOSSES.values()]
-        lines = [f"{'mode':<22}" + "".join(f"{title:>13}" for title in titles)]
+        lines = [_row("mode", ["spares", "save every", "effective", "all devices", "simulated"])]
         for m in self.advice.modes:
             e, s = m.estimate, self.simulated[m.mode]
             cells = [
@@ -125,9 +124,11 @@ class Goodput:
                 _percent(e.effective_time),
                 _percent(e.effective_time_all_devices),
                 f"{100 * s.effective_time:.2f}+-{100 * s.standard_error:.2f}",
-                *(_percent(e.losses[name]) for name in LOSSES),
             ]
-            lines.append(f"  {WAYS[m.mode]:<20}" + "".join(f"{cell:>13}" for cell in cells))
+            lines.append(_row("  " + WAYS[m.mode], cells))
+        lines += ["", _row("time lost to", list(LOSSES.values()))]
+        for m in self.advice.modes:
+            lines.append(_row("  " + WAYS[m.mode], [_percent(m.estimate.losses[name]) for name in LOSSES]))
         e = self._shown().estimate
         lines.append(
             f"  Waiting for the slowest of {self.asked.inputs.nodes:,} nodes takes {_percent(1 - e.pace)} of each step "
@@ -139,10 +140,11 @@ class Goodput:
         goal = f"{100 * self.advice.target:g} %"
         if self.advice.choice is not None:
             e = self._shown().estimate
-            rules = f"Young {format_seconds(e.young_interval_s)}, Daly {format_seconds(e.daly_interval_s)}"
+            young, daly = e.young_interval_s, e.daly_interval_s
+            rules = f" (Young {format_seconds(young)}, Daly {format_seconds(daly)})" if young and daly else ""
             lines = [
-                f"{goal} effective time: mode {e.mode}, {_nodes(e)}, a save every {format_seconds(e.interval_s)} "
-                f"({rules}): {_percent(e.effective_time)}"
+                f"{goal} effective time: mode {e.mode}, {_nodes(e)}, a save every "
+                f"{format_seconds(e.interval_s)}{rules}: {_percent(e.effective_time)}"
             ]
         else:
             lines = [f"{goal} effective time is out of reach:"]
@@ -154,8 +156,12 @@ class Goodput:
     def _said(self) -> list[str]:
         lines = ["inputs (another value: --set NAME=VALUE)"]
         for name, s in self.asked.sources.items():
-            lines.append(f"  {name:<17} {s.value:>10.4g}  {s.kind}: {s.source}")
+            lines.append(f"  {name:<17} {s.value:>10,.5g}  {s.kind}: {s.source}")
         return lines
+
+
+def _row(title: str, cells: list[str]) -> str:
+    return f"{title:<24}" + "".join(f"{cell:>14}" for cell in cells)
 
 
 def _nodes(e: Estimate) -> str:
