@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import bessemer.plan
 from bessemer.core.errors import DataError
+from bessemer.plan.price import BANDS
 from bessemer.plan.rows import read_rows
 from bessemer.plan.validate import validate
 from bessemer.plan.validation_page import accuracy_table, page
@@ -178,3 +180,13 @@ def test_the_page_shows_every_source_with_its_bars():
     left_out = {row.name: row for row in accuracy_table(ROWS)}
     assert left_out["SIMUMAX"].left_out[0] < 2.5
     assert left_out["MBRIDGE MoE"].left_out[1] < 9
+
+
+def test_nine_of_ten_left_out_steps_lie_in_the_band():
+    rows = {r.id: r for r in read_rows(ROWS)[0] if r.measured_s}
+    with (Path(bessemer.plan.__file__).parent / "data" / "left_out.csv").open(encoding="utf-8", newline="") as file:
+        predicted = {line["id"]: float(line["predicted_s"]) for line in csv.DictReader(file)}
+    for kind in ("dense", "moe"):
+        own = [r for r in rows.values() if (r.dims.experts > 0) == (kind == "moe")]
+        inside = [abs(r.measured_s / predicted[r.id] - 1) <= BANDS[kind] for r in own]
+        assert sum(inside) / len(inside) >= 0.9
