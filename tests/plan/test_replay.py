@@ -228,6 +228,14 @@ def test_transfers_that_run_beside_show_as_fill() -> None:
     assert len(step.transfers.item) == 2 * 3 * 8 and step.num_events == 2 * 4 * 8 + 48
 
 
+def test_causes_of_waiting_by_hand() -> None:
+    """One micro-batch over two ranks: 0 works 0-1, 1 from 1.5 (message) to 4.5, 0 again from 5 to 7."""
+    spent = rank_times(run(("gpipe", 2, 1, 1), StageTimes(forward_s=1.0, input_s=1.0, weight_s=1.0, p2p_s=0.5)))
+    assert spent.neighbour.tolist() == [3.5, 0.0] and spent.transfer.tolist() == [0.5, 0.0]
+    assert spent.warm_up.tolist() == [0.0, 1.5] and spent.drain.tolist() == [0.0, 2.5]
+    assert spent.bubble_s == 4.0 and spent.imbalance.tolist() == [0.0, 0.0]
+
+
 def test_a_slow_stage_shows_as_imbalance_of_the_others() -> None:
     times = StageTimes(forward_s=[1.0, 1.0, 2.0, 1.0], input_s=1.0, weight_s=1.0)
     spent = rank_times(run(("1f1b", 4, 16, 1), times))
