@@ -66,6 +66,18 @@ def test_p2p_inside_a_domain_is_faster():
     assert p2p_s(1e7, True, rates, constants) < p2p_s(1e7, False, rates, constants)
 
 
+def test_an_oversubscribed_fabric_slows_all_to_all_beyond_a_pod():
+    machine = load_machine("h100").model_copy(update={"fabric_pod": 64, "fabric_oversubscription": 7.0})
+    thin, constants = rates_of(machine), at("h100")[1]
+    full = rates_of(load_machine("h100"))
+    for ranks in (32, 64):
+        assert group_s("alltoall", 1e8, ranks, 8, thin, constants) == group_s(
+            "alltoall", 1e8, ranks, 8, full, constants
+        )
+    wide = group_s("alltoall", 1e8, 128, 8, thin, constants) / group_s("alltoall", 1e8, 128, 8, full, constants)
+    assert float(wide) == pytest.approx((1 - 8 / 128 + 0.5 * 6) / (1 - 8 / 128), rel=0.01)
+
+
 def test_published_figures_of_a_full_mesh():
     """Eight accelerators: ring 53 us, one step 7.8 us for a small buffer (modelled from one hop latency)."""
     machine = load_machine("full-mesh-8")

@@ -76,6 +76,8 @@ class Machine(Frozen):
     # how collectives run; None: by the compute units over a switch, as is usual
     scaleup_topology: Literal["switch", "full-mesh", "ring"] | None = None
     nic_efficiency: float | None = Field(default=None, gt=0, le=1)  # share of the card's rate that is reached
+    fabric_pod: int | None = Field(default=None, gt=0)  # devices under one full-bandwidth part of the fabric
+    fabric_oversubscription: float | None = Field(default=None, ge=1)  # of the links between such parts, e.g. 7 for 1:7
     mesh_efficiency: float | None = Field(default=None, gt=0, le=1)  # share of a mesh's bandwidth that is reached
     collective_start_s: float | None = Field(default=None, gt=0)  # from launch to the first byte
     launch_latency_factor: float | None = Field(default=None, gt=0)  # of a collective's launch, against usual

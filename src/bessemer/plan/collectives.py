@@ -120,6 +120,9 @@ def _extended(at: NDArray[np.float64], xs: NDArray[np.float64], ys: NDArray[np.f
 def group_s(op: Op, size_bytes: Any, ranks: Any, local: Any, rates: Rates, constants: Constants) -> NDArray[np.float64]:
     """A group of `ranks` of which `local` share a scale-up domain: the inner exchange and the outer one, pipelined, so
     the slower counts. Each local rank brings its own network card, so the outer exchange moves size/local per card.
+
+    An oversubscribed fabric slows the part of an all-to-all that leaves the pod. Rings cross from pod to pod once each
+    while every host has one, so they stay within even a thin uplink.
     """
     size, count = np.asarray(size_bytes, float), np.asarray(ranks, float)
     inside = np.minimum(np.maximum(np.asarray(local, float), 1.0), count)
@@ -127,7 +130,8 @@ def group_s(op: Op, size_bytes: Any, ranks: Any, local: Any, rates: Rates, const
     inner = node_s(op, size, inside, rates, constants)
     if op == "alltoall":  # every byte for another node crosses this rank's own card
         reached = np.where(np.asarray(rates.nic_efficiency) > 0, rates.nic_efficiency, constants.nic_alltoall)
-        wire = size * (1 - inside / count) / (rates.nic_bytes_per_s * reached)
+        beyond = np.maximum(1 - rates.pod / np.maximum(count, 1), 0.0)
+        wire = size * (1 - inside / count + beyond * (rates.oversubscribed - 1)) / (rates.nic_bytes_per_s * reached)
         inner = inner * inside / count * np.where(inside > 1, 1.0, 0.0)
         outer = np.where(outside > 1, wire + constants.hop_s, 0.0)
     else:

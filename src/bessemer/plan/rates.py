@@ -72,6 +72,8 @@ class Rates:
     reduce_start_saved: float  # latency, where it happens beside the memory
     hand_over_s: float  # between engines, a collective
     nic_efficiency: float  # 0: the calibration's
+    pod: float  # devices under one full-bandwidth part of the fabric
+    oversubscribed: float  # 1: full bandwidth everywhere
     memory_bytes: float
     assumed: tuple[str, ...] = field(default=(), compare=False)
 
@@ -128,6 +130,8 @@ def rates_of(machine: Machine, *, gpus_per_node: int | None = None, nic_bytes_pe
         reduce_start_saved=machine.reduction_latency_saved or 0.0,
         hand_over_s=machine.engine_dependency_s or 0.0,
         nic_efficiency=machine.nic_efficiency or 0.0,
+        pod=float(machine.fabric_pod or 1e9),
+        oversubscribed=machine.fabric_oversubscription or 1.0,
         memory_bytes=figure("memory", machine.limit_bytes, relative and relative.limit_bytes),
         assumed=tuple(assumed),
     )
