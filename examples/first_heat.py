@@ -30,7 +30,7 @@ def main() -> int:
     job = [os.path.relpath(HERE / "first_heat.toml"), "--set", f"run.name={name}"]
     say("check", *job)
     say("train", *job)
-    evaluated = ask("eval", run)
+    evaluated = ask("eval", run, "--sequences", "128")
     say("export", run, "--to", f"{run}/hf")
     say("generate", run, "--prompt", PROMPT, "--max-new-tokens", "80", "--temperature", "0.7", "--top-k", "50")
     ledger = ask("ledger", run)
