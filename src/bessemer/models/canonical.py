@@ -6,7 +6,6 @@ Logical ("canonical") tensors are unfused and unsharded, named as in checkpoints
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -83,8 +82,3 @@ def load_state(model: nn.Module, source: Mapping[str, Tensor] | Iterable[tuple[s
     wrong += [f"{name} is missing" for name in into if name in missing]
     if wrong:
         raise CheckpointError("the weights don't fit the model:\n  " + "\n  ".join(wrong), code="weights-mismatch")
-
-
-def num_elements(spec: ModelSpec) -> int:
-    """Parameters of the dense model as built (the closed form is `core.counts`)."""
-    return sum(math.prod(s) for s in shapes(spec).values())

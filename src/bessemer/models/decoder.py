@@ -9,7 +9,6 @@ Legend: B batch, S sequence, D model, H query heads, K key/value heads, E head d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -234,7 +233,3 @@ class Decoder(nn.Module):
         windows = {self.spec.window(i) for i in range(self.spec.num_layers)}
         starts = {w: ops.first_keys(segments, batch, seq, w) for w in windows}
         return Visible({w: None if s is None else s.to(device) for w, s in starts.items()}, rope)
-
-    def named_norm_and_bias(self) -> Iterator[str]:
-        """Names of the parameters that weight decay leaves alone: every vector."""
-        return (name for name, p in self.named_parameters() if p.dim() < 2)
