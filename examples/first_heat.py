@@ -19,7 +19,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 BESSEMER = [sys.executable, "-m", "bessemer.cli"]
-PROMPT = "def read_lines(path):\n"
+PROMPT = "class Reader:\n    def __init__(self, path):"
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -32,7 +32,7 @@ def main() -> int:
     say("train", *job)
     evaluated = ask("eval", run, "--sequences", "128")
     say("export", run, "--to", f"{run}/hf")
-    say("generate", run, "--prompt", PROMPT, "--max-new-tokens", "80", "--temperature", "0.7", "--top-k", "50")
+    say("generate", run, "--prompt", PROMPT, "--max-new-tokens", "100", "--temperature", "0.7", "--top-k", "40")
     ledger = ask("ledger", run)
     console.print(summary(evaluated, ledger, run, time.perf_counter() - start))
     return 0
