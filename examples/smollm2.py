@@ -26,7 +26,7 @@ from bessemer.models.decoder import Decoder
 from bessemer.models.hf import export_hf, import_hf
 
 PROMPT = "<|im_start|>user\nThe capital of France is<|im_end|>\n<|im_start|>assistant\n"
-OF_THE_GGUF = ("quantization_config", "_model_name_or_path", "unk_token_id")  # say nothing of the widened model
+OF_THE_GGUF = ("quantization_config", "_model_name_or_path")  # say nothing of the widened model
 
 
 def gguf_file() -> Path | None:
