@@ -50,7 +50,8 @@ _QUARTERS = 4
 
 @dataclass
 class Space:
-    """`size` layouts; `raw`: the product of all axes' values; `cut`: rule -> nodes that it ruled out."""
+    """`size` layouts; `raw`: the product of all axes' values; `literal`: `recompute_layers` was given, and isn't a number
+    of quarters; `cut`: rule -> nodes that it ruled out."""
 
     nodes: Columns
     classes: NDArray[np.int64]
@@ -58,6 +59,7 @@ class Space:
     counts: NDArray[np.int64]
     raw: int
     num_layers: int
+    literal: bool = False
     cut: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -82,7 +84,7 @@ class Space:
         place = offsets[self.classes[node]] + inner
         for name in _FLAGS:
             columns[name] = np.concatenate([t[name] for t in self.tables])[place]
-        if columns["recompute_layers"].any() and (columns["recompute"] == _BLOCK).any():
+        if not self.literal and (columns["recompute"] == _BLOCK).any():
             fullest = np.maximum(*stage_layers(self.num_layers, columns["pp"], columns["virtual_stages"])[:2])
             quarter = np.ceil(columns["recompute_layers"] * fullest / _QUARTERS).astype(np.int64)
             columns["recompute_layers"] = np.where(columns["recompute"] == _BLOCK, quarter, 0)
@@ -112,7 +114,8 @@ def enumerate_layouts(request: Request) -> Space:
     counts = np.array([len(t["recompute"]) for t in tables], np.int64)[classes] if tables else np.zeros(0, np.int64)
     if (counts == 0).any():
         cut["fixed"] = cut.get("fixed", 0) + int((counts == 0).sum())
-    return Space(nodes, classes, tables, counts, raw, request.spec.num_layers, cut)
+    literal = "recompute_layers" in request.fixed
+    return Space(nodes, classes, tables, counts, raw, request.spec.num_layers, literal, cut)
 
 
 def _degrees(request: Request, lists: dict[str, list[int]]) -> Columns:
@@ -217,7 +220,7 @@ def _end_rules(request: Request, n: Columns) -> dict[str, NDArray[np.bool_]]:
     return {"stage-sum": ~asked | (fits & spread & (pp > 1))}
 
 
-_BITS = ("tp", "cp", "shared", "replicas", "sp", "ring", "ulysses")
+_BITS = ("tp", "cp", "shared", "replicas", "sp", "ring", "ulysses", "blocks")
 
 
 def _class(request: Request, n: Columns) -> NDArray[np.int64]:
@@ -231,8 +234,16 @@ def _class(request: Request, n: Columns) -> NDArray[np.int64]:
         seq % (cp * tp) == 0,
         seq % (2 * cp) == 0,
         (seq % cp == 0) & _ulysses_heads(request.spec.num_heads, tp, cp),
+        _blocks(request, n),
     )
     return np.sum([b.astype(np.int64) << i for i, b in enumerate(bits)], axis=0, dtype=np.int64)
+
+
+def _blocks(request: Request, n: Columns) -> NDArray[np.bool_]:
+    """Whether the quarters of the fullest stage's layers differ from one another and from all of them; or whether it
+    has the layers that were asked for."""
+    fullest = np.maximum(*stage_layers(request.spec.num_layers, n["pp"], n["virtual_stages"])[:2])
+    return fullest >= max(request.fixed.get("recompute_layers", (_QUARTERS,)))
 
 
 def _flag_table(request: Request, lists: dict[str, list[int]], kind: int) -> Columns:
@@ -248,7 +259,9 @@ def _flag_table(request: Request, lists: dict[str, list[int]], kind: int) -> Col
     free = wide or {"sequence_parallel", "tp_overlap"} & set(request.fixed)
     sp = [(0, 1)] if not has["tp"] else both if free else [usual]
     blocks = request.fixed.get("recompute_layers") or range(1, _QUARTERS)
-    recompute = [(r, b) for r in lists["recompute"] for b in (blocks if r == _BLOCK else [0])]
+    zero = [0] if 0 in blocks or "recompute_layers" not in request.fixed else []
+    recompute = [(r, b) for r in lists["recompute"] for b in (blocks if r == _BLOCK else zero)]
+    recompute = [(r, b) for r, b in recompute if r != _BLOCK or (b and has["blocks"])]
     rows = [
         (r, b, shard, s, kind_, overlap, recipe, graph, optimizer, activations)
         for (r, b), shard, (s, overlap), kind_, recipe, graph, optimizer, activations in itertools.product(

@@ -18,12 +18,12 @@ from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.calibration import default_calibration, gpu_of
 from bessemer.plan.figures import Priced
 from bessemer.plan.pipeline import bubble_s
-from bessemer.plan.replay import Replay, StageTimes, num_stages, replay, settled_step_s
+from bessemer.plan.replay import StageTimes, num_stages, replay, settled_step_s
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BUDGET", "MOST", "passes_of", "replay_of", "with_replay"]
+__all__ = ["BUDGET", "MOST", "passes_of", "with_replay"]
 
 MOST = 40_000
 """Passes of a step that are replayed; a longer one keeps the closed form, whose error shrinks with its length."""
@@ -76,15 +76,6 @@ def with_replay(priced: Priced) -> Priced:
     return Priced(request, many, new)
 
 
-def replay_of(priced: Priced, index: int, *, most: int = 200_000) -> Replay | None:
-    """One step of a layout for a timeline; None without pipeline stages or beyond `most` passes."""
-    name, stages, micro, virtual = _shape(priced, index)
-    if stages == 1 or num_stages(name, stages, virtual) * micro * 3 > most:
-        return None
-    times = _times(priced, index, whole=True)
-    return replay(name, stages=stages, micro_batches=micro, virtual_stages=virtual, times=times)
-
-
 def _shape(priced: Priced, index: int) -> Shape:
     row = priced.layouts.row(index)
     return str(row["schedule"]), int(row["pp"]), int(priced.prices.num_micro[index]), int(row["virtual_stages"])
@@ -106,21 +97,11 @@ def _idle_s(shape: Shape, times: StageTimes) -> float:
     return max(whole - busy, 0.0)
 
 
-def _times(priced: Priced, index: int, *, whole: bool = False) -> StageTimes:
-    """Times of one stage. With `whole` the exchanges and the update that come after the pipeline, and memory too."""
-    (name, stages, micro, virtual), prices = _shape(priced, index), priced.prices
+def _times(priced: Priced, index: int) -> StageTimes:
+    """Times of one stage."""
+    (name, stages, _, virtual), prices = _shape(priced, index), priced.prices
     chunks = num_stages(name, stages, virtual) / stages
     forward, inputs, weights = (
         float(a[index]) / chunks for a in (prices.stage_forward_s, prices.stage_inputs_s, prices.stage_weights_s)
     )
-    times = StageTimes(forward_s=forward, input_s=inputs, weight_s=weights)
-    if not whole:
-        return times
-    held = float(prices.memory.lines["activations"][index])
-    return replace(
-        times,
-        dp_s=float(prices.breakdown["dp"][index]),
-        optimizer_s=float(prices.breakdown["optimizer"][index]),
-        activation_bytes=held / max(min(stages, micro), 1) / chunks,
-        static_bytes=float(prices.memory_bytes[index]) - held,
-    )
+    return StageTimes(forward_s=forward, input_s=inputs, weight_s=weights)

@@ -12,7 +12,7 @@ from bessemer.plan.figures import Priced
 from bessemer.plan.layer import Work
 from bessemer.plan.memory import _stage as stage_lines
 from bessemer.plan.pipeline import stage_layers
-from bessemer.plan.replayed import replay_of
+from bessemer.plan.replayed import passes_of
 
 __all__ = ["Bar", "Lanes", "lanes_of", "stage_memory"]
 
@@ -59,9 +59,11 @@ def lanes_of(priced: Priced, index: int, *, most: int = 6000) -> Lanes | None:
     """The timeline of a step, cut to its first `most` passes; None where it is too long to replay."""
     if int(priced.layouts.pp[index]) == 1:
         return _one_rank(priced, index, most)
-    run = replay_of(priced, index)
-    if run is None:
+    if not passes_of(priced)[index]:
         return None
+    from bessemer.plan.replay_layout import replay_layout  # which itself asks this module for the stages' memory
+
+    run = replay_layout(priced, index)
     order = np.argsort(run.start_s, kind="stable")[:most]
     lanes: list[list[Bar]] = [[] for _ in range(run.ranks)]
     kinds = ("F", "B", "I", "W")
