@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from bessemer.core.errors import BessemerError, Stopped
 from bessemer.core.job import Job
 from bessemer.data import open_dataset, prepare
 from bessemer.keep.vault_client import VaultClient
+from bessemer.keep.wire import short_temp_dir
 from bessemer.train.loop import Loop
 
 SEQ = 32
@@ -75,33 +77,31 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def vault(run_folder: Path, *flags: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+def vault(run_folder: Path, *flags: str) -> Iterator[Path]:
     """A vault process for `run_folder`; yields its socket. It finishes its writes when the block ends."""
     run_folder.mkdir(parents=True, exist_ok=True)
-    place = run_folder / "place"
-    place.mkdir(mode=0o700, exist_ok=True)
-    socket = place / f"vault-{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "bessemer.keep.vault", "--socket", str(socket), "--run", str(run_folder), *flags]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 30
-        while not socket.exists():
-            assert process.poll() is None, f"the vault ended with {process.returncode}"
-            assert time.monotonic() < deadline, "the vault opened no socket"
-            time.sleep(0.01)
-        yield socket, process
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(30)
-    finally:
-        process.kill()
-        process.wait()
+    with tempfile.TemporaryDirectory(dir=short_temp_dir()) as place:  # a socket's path must be short
+        socket = Path(place) / "vault"
+        command = [sys.executable, "-m", "bessemer.keep.vault", "--socket", str(socket), "--run", str(run_folder)]
+        with subprocess.Popen([*command, *flags], stdin=subprocess.PIPE) as process:
+            try:
+                deadline = time.monotonic() + 30
+                while not socket.exists():
+                    assert process.poll() is None, f"the vault ended with {process.returncode}"
+                    assert time.monotonic() < deadline, "the vault opened no socket"
+                    time.sleep(0.01)
+                yield socket
+                assert process.stdin is not None
+                process.stdin.close()
+                process.wait(30)
+            finally:
+                process.kill()
 
 
 def train(job: Job, *, stop_at: int | None = None, vault_flags: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Run the job on its ranks, going on from what its run folder holds; per rank what it recorded and how it ended."""
     prepare(job)
-    with vault(job.run.folder, *vault_flags) as (socket, _):
+    with vault(job.run.folder, *vault_flags) as socket:
         return run_ranks(job.layout.world_size, rank_main, job, str(socket), stop_at)
 
 
