@@ -19,7 +19,7 @@ from bessemer.core.problem import Problem
 from bessemer.core.schedules import schedule_actions
 from bessemer.keep import problems as keep
 from bessemer.parallel import problems as parallel
-from bessemer.plan.axes import AXES, NAMED, Request, divisors, layout_columns, parse_fixes
+from bessemer.plan.axes import NAMED, Request, divisors, layout_columns, parse_fixes
 from bessemer.plan.enumerate import enumerate_layouts, rules_of
 from bessemer.plan.figures import Priced, prices_of, runnable, yield_factors
 from bessemer.plan.impossible import impossible
@@ -185,7 +185,7 @@ def test_one_layout_alone_equals_its_row_in_the_ranking() -> None:
     found = search(asked)
     for i in (0, 3, len(found.best) - 1):
         row = found.best.row(i)
-        one = one_layout(asked, row["layout"], "llama-3-8b", (0.0, 0.0), Prices()).as_json()
+        one = one_layout(asked, row["layout"], "llama-3-8b", Prices()).as_json()
         assert one["searched"] == 1
         for key in ("step_s", "mfu", "memory_bytes", "band", "tokens_per_s_per_gpu", "runnable", "layout"):
             assert one["layouts"][0][key] == pytest.approx(row[key], rel=1e-12) if key == "step_s" else True

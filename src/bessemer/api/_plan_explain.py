@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.api._plan_inputs import job_request
-from bessemer.core.errors import DataError
+from bessemer.core.errors import ConfigError, DataError
 from bessemer.core.units import format_seconds
 from bessemer.keep.records import read_records
+from bessemer.plan.axes import request_problems
 from bessemer.plan.figures import prices_of
-from bessemer.plan.outcome import Details, Prices
+from bessemer.plan.outcome import Details, Prices, layout_problems
 from bessemer.plan.replayed import with_replay
 from bessemer.plan.text import compare_text, details_text, layout_words
 
@@ -98,6 +99,9 @@ def compare(job_a: str, job_b: str, sets: Sequence[str] = ()) -> Comparison:
 
 def _details(path: str, sets: tuple[str, ...]) -> Details:
     _, request, layouts = job_request(path, sets)
+    problems = request_problems(request) + layout_problems(request, layouts)
+    if problems:
+        raise ConfigError(problems, path)
     return Details(with_replay(prices_of(request, layouts)), 0, Prices())
 
 

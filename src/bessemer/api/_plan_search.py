@@ -49,8 +49,8 @@ def search(  # noqa: PLR0913
 ) -> Outcome:
     """Rank the layouts of a training job by predicted step time.
 
-    Prices every layout that the rules of `bessemer check` allow, in time and memory, and says of the best where each
-    millisecond and byte goes, what its neighbours cost, what breaks first, and how sure all that is. Needs no GPU.
+    Prices every layout that the rules of `bessemer check` allow, and says of the best where each millisecond and byte
+    goes, what its neighbours cost, what breaks first, and how sure all that is. Needs no GPU.
 
     model: A model by name (llama-3-70b), or the path of a Hugging Face folder or config.json.
     machine: The accelerator: h100, mtt-s5000 ..., cpu-local, or the path of a machine file.
@@ -70,13 +70,9 @@ def search(  # noqa: PLR0913
     modelled: With --write: the best layout, also where it is modelled only.
     """
     request = _request(model, machine, (gpus, global_batch, seq), fix, (space, software_era))
-    wishes = Prices(gpu_hour=gpu_hour, tokens=tokens, pue=pue)
-    if top < 1:
-        raise _refused("plan-request", "top", f"top = {top}", "it is a count", "--top 20")
-    start = time.perf_counter()
+    wishes = _wishes(top, gpu_hour, tokens, pue)
     if layout is not None:
-        outcome = one_layout(request, _parsed(layout), model, (start, time.perf_counter()), wishes)
-        outcome = replace(outcome, seconds=time.perf_counter() - start)
+        outcome = one_layout(request, _parsed(layout), model, wishes)
     else:
         found = search_all(request, progress=_progress())
         outcome = outcome_of(found, model, top=top, wishes=wishes)
@@ -89,6 +85,15 @@ def search(  # noqa: PLR0913
         write_report(outcome, Path(report))
         said.append(f"report: {report}")
     return replace(outcome, written="\n".join(said))
+
+
+def _wishes(top: int, gpu_hour: float | None, tokens: float | None, pue: float) -> Prices:
+    for name, value, least in (("top", top, 1), ("gpu-hour", gpu_hour, 0), ("tokens", tokens, 1), ("pue", pue, 1)):
+        if value is not None and not least <= value < float("inf"):
+            raise _refused(
+                "plan-request", name, f"{name} = {value:g}", f"it is a number from {least}", f"--{name} {least}"
+            )
+    return Prices(gpu_hour=gpu_hour, tokens=tokens, pue=pue)
 
 
 def _request(

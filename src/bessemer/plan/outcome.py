@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from bessemer.plan.replayed import with_replay
 from bessemer.plan.search import Found
 from bessemer.plan.space import Layouts
 
-__all__ = ["Details", "Outcome", "Prices", "one_layout", "outcome_of"]
+__all__ = ["Details", "Outcome", "Prices", "layout_problems", "one_layout", "outcome_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,32 +160,34 @@ def outcome_of(found: Found, model: str, *, top: int, wishes: Prices) -> Outcome
     )
 
 
-def one_layout(
-    request: Request, given: dict[str, Any], model: str, seconds: Sequence[float], wishes: Prices
-) -> Outcome:
+def layout_problems(request: Request, layouts: Layouts) -> list[Problem]:
+    """The rules that one layout breaks, as problems."""
+    found, world = [], int(layouts.world_size[0])
+    for code in rules_of(request, layouts):
+        what = (
+            f"the layout has {world} ranks, not {request.num_gpus}" if code == "gpus" else f"the layout breaks {code}"
+        )
+        why = RULES.get(code, "degrees multiply to the number of devices" if code == "gpus" else "see docs/errors.md")
+        found.append(Problem(code="plan-layout", where="layout", what=what, why=why, fix="another value, or a search"))
+    return found
+
+
+def one_layout(request: Request, given: dict[str, Any], model: str, wishes: Prices) -> Outcome:
     """The answer for one given layout; `dp` follows from the devices where it isn't given. ConfigError where it breaks
-    a rule. `seconds`: when work started, as (clock, clock now)."""
+    a rule."""
+    start = time.perf_counter()
     problems = request_problems(request)
     columns = layout_columns(given)
     if "dp" not in columns:
         rest = int(np.prod([columns.get(k, 1) for k in ("tp", "pp", "cp")]))
         columns["dp"] = max(request.num_gpus // rest, 1)
     layouts = Layouts.of(1, **columns)
-    broken = rules_of(request, layouts) if not problems else []
-    world = int(layouts.world_size[0])
-    for code in broken:
-        what = (
-            f"the layout has {world} ranks, not {request.num_gpus}" if code == "gpus" else f"the layout breaks {code}"
-        )
-        why = RULES.get(code, "degrees multiply to the number of devices" if code == "gpus" else "see docs/errors.md")
-        problems.append(
-            Problem(code="plan-layout", where="layout", what=what, why=why, fix="another value, or a search")
-        )
+    problems += layout_problems(request, layouts) if not problems else []
     if problems:
         raise ConfigError(problems, "the layout")
     priced = with_replay(prices_of(request, layouts))
     fits = bool(priced.headroom_bytes[0] >= 0)
     return Outcome(
         request=request, model=model, ranked=priced, searched=1, pruned=0, feasible=int(fits),
-        seconds=seconds[1] - seconds[0], top=1, wishes=wishes,
+        seconds=time.perf_counter() - start, top=1, wishes=wishes,
     )  # fmt: skip
