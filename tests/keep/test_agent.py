@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from bessemer.keep.progress import Printer
 from bessemer.keep.reception import RankState, Reception
 from bessemer.keep.records import RecordWriter
 from bessemer.keep.run_folder import RunFolder
-from bessemer.keep.wire import pack
+from bessemer.keep.wire import pack, short_temp_dir
 
 STEPS = "for n in range(1, 6): step(n)\nmember.close()\n"
 ENDLESS = """
@@ -35,6 +36,11 @@ while not member.stop_requested and n < 3000:
 if member.rank == 0: member.event("save", step=n, stall_s=0.0)
 sys.exit(member.failed(Stopped("on request", step=n)))
 """
+
+
+def workplace(folder: RunFolder) -> Path:
+    name = hashlib.sha256(str(folder.path).encode()).hexdigest()[:12]
+    return short_temp_dir() / f"bessemer-{os.getuid()}" / name
 
 
 def events(folder: RunFolder) -> list[str]:
@@ -234,6 +240,8 @@ def test_a_second_start_is_refused_and_names_the_first(tmp_path: Path) -> None:
             run(job, options(STEPS))
         assert f"`kill {agent.process.pid}`" in caught.value.fix
         assert caught.value.exit_code == 2
+        agent.signal()
+        assert agent.end()[0] == 3  # the refused start did it no harm
 
 
 def test_kill_9_of_the_agent_leaves_no_process_and_no_lock(tmp_path: Path) -> None:
@@ -246,8 +254,11 @@ def test_kill_9_of_the_agent_leaves_no_process_and_no_lock(tmp_path: Path) -> No
         agent.signal(signal.SIGKILL)
         agent.end()
         until(lambda: not any(alive(pid) for pid in pids), "the end of the ranks", 10)
+    left = workplace(folder)
+    assert left.exists()  # nobody could clear it; the next start of the run does
     assert run(job.model_copy(update={"train": job.train}), options(STEPS)) == 0
     assert [e["attempt"] for e in folder.events() if e["event"] == "start"] == [1, 2]
+    assert not left.exists()
 
 
 def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:

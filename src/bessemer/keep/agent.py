@@ -8,12 +8,12 @@ wish on; when the agent is killed the kernel ends the ranks, and the vault ends 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ from bessemer.keep.reception import RankState, Reception
 from bessemer.keep.run_folder import RunFolder, short_path
 from bessemer.keep.vault_host import VaultHost
 from bessemer.keep.verdict import Ending
-from bessemer.keep.wire import short_temp_dir
+from bessemer.keep.wire import private_dir, short_temp_dir
 
 __all__ = ["Agent", "Options", "Timeouts", "run"]
 
@@ -90,7 +90,7 @@ def run(job: Job, options: Options | None = None) -> int:
                 host=socket.gethostname(),
             )
             _prepare(options, journal)
-            with _workplace() as place:
+            with _workplace(folder) as place:
                 return Agent(folder, journal, options, place, lock).run()
         finally:
             journal.close()
@@ -295,9 +295,16 @@ class Agent:
 
 
 @contextmanager
-def _workplace() -> Iterator[Path]:
-    """A directory for this run's sockets and the file in which the ranks meet; only this user can enter it."""
-    place = Path(tempfile.mkdtemp(prefix="bessemer-", dir=short_temp_dir()))
+def _workplace(folder: RunFolder) -> Iterator[Path]:
+    """A directory for this run's sockets and the file in which the ranks meet; only this user can enter it.
+
+    Its name follows from the run folder, whose lock is held: so what an agent left that was killed is cleared by the
+    next start.
+    """
+    base = private_dir(short_temp_dir() / f"bessemer-{os.getuid()}")
+    place = base / hashlib.sha256(str(folder.path).encode()).hexdigest()[:12]
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(mode=0o700)
     try:
         yield place
     finally:

@@ -86,7 +86,7 @@ def listen(path: Path) -> socket.socket:
 def short_temp_dir() -> Path:
     """The temporary directory, or /tmp where its path is too long for a Unix socket inside it."""
     usual = Path(tempfile.gettempdir())
-    return usual if len(os.fsencode(usual)) + 40 <= _SOCKET_PATH_BYTES else Path("/tmp")
+    return usual if len(os.fsencode(usual)) + 50 <= _SOCKET_PATH_BYTES else Path("/tmp")
 
 
 def private_dir(path: Path) -> Path:
