@@ -111,13 +111,14 @@ def calibrate(
     stored = machine.model_copy(update={"memory_bytes": None, "origins": {}}) if machine.device == "cpu" else machine
     file.write_text(stored.to_toml(), encoding="utf-8")
     beside = calibration_file(machine, None if out is None else out)
-    write_calibration(beside, _device_words(machine, picked), constants)
+    write_calibration(beside, _device_words(machine), constants)
     return Calibrated(machine, (str(file), str(beside)), tuple(summary(constants)), rough=False)
 
 
-def _device_words(machine: Machine, device: Device) -> str:
-    """What a calibration file must have been measured on to be used: the same words that the peaks of a CPU name."""
-    return machine.origin.source.partition(";")[0] if machine.device == "cpu" else device.name
+def _device_words(machine: Machine) -> str:
+    """What a calibration file must have been measured on to be used: of a CPU the words that its peaks name too, else
+    the name of the machine whose file it lies beside."""
+    return machine.origin.source.partition(";")[0] if machine.name == "cpu-local" else machine.name
 
 
 def _measure(device: Device, seconds: float, name: str | None) -> tuple[Machine, Measured, str]:

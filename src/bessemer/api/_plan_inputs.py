@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bessemer.plan.calibration import ERAS, Calibration
 from bessemer.plan.local import LOCAL_ERA, local_calibration
 from bessemer.plan.space import Layouts
 from bessemer.plan.units_check import unit_problems
+from bessemer.runtime.host import cpu_model, usable_cores
 
 __all__ = ["ERA", "job_request", "read_machine", "read_model", "software"]
 
@@ -41,17 +43,29 @@ def read_machine(name: str) -> tuple[Machine, Calibration | None]:
     problems = unit_problems(machine) if machine.name not in machine_names() else []
     if problems:
         raise ConfigError(problems, f"machine {machine.name}")
-    return machine, local_calibration(machine)
+    by_path = "/" in name or name.endswith(".toml")
+    device = _this_computer() if machine.name == "cpu-local" else machine.name
+    return machine, local_calibration(machine, device=device, machine_path=name if by_path else None)
+
+
+def _this_computer() -> str | None:
+    """The words by which a calibration names the computer it was made on; None without torch, which it names too."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return f"{cpu_model()}, {usable_cores()} cores, torch {torch}"
 
 
 def _with_hint(problem: Problem, hint: str) -> Problem:
     return replace(problem, fix=f"{problem.fix}, or {hint}") if problem.code == "machine-unknown" else problem
 
 
-def software(name: str | None, machine: Machine) -> str:
-    """The framework era that is priced: the given one, else this trainer's on a CPU, else current Megatron."""
+def software(name: str | None, calibration: Calibration | None) -> str:
+    """The framework era that is priced: the given one, else this trainer's on a machine that was calibrated with it,
+    else current Megatron."""
     if name is None:
-        return LOCAL_ERA if machine.device == "cpu" else ERA
+        return ERA if calibration is None else LOCAL_ERA
     if name in (*ERAS, LOCAL_ERA):
         return name
     near = nearest(name, ERAS, count=1) or [ERA]
@@ -78,7 +92,7 @@ def job_request(path: str, sets: tuple[str, ...] = ()) -> tuple[Job, Request, La
         num_gpus=job.layout.world_size,
         global_batch=job.train.global_batch,
         seq_len=job.data.seq_len,
-        era=software(None, machine),
+        era=software(None, calibration),
         calibration=calibration,
     )
     return job, request, Layouts.from_job(job)

@@ -61,7 +61,8 @@ def search(  # noqa: PLR0913
     space: "usual": what a person would try; "wide": everything that can be priced.
     layout: Price this one layout instead, as JSON: '{"tp": 8, "pp": 4, "micro_batch": 1}'.
     top: Layouts to list.
-    software_era: Software that the efficiencies belong to; default: current Megatron, on a CPU Bessemer itself.
+    software_era: Software that the efficiencies belong to; default: current Megatron, or Bessemer itself where
+        it was calibrated.
     gpu_hour: Price of a device and hour, for the cost of the run.
     tokens: Tokens of the whole run, for its days, energy and cost.
     pue: Power of the building over power of the devices.
@@ -115,7 +116,7 @@ def _request(
     gpus, global_batch, seq = sizes
     return Request(
         spec=spec, machine=device, num_gpus=gpus, global_batch=global_batch, seq_len=seq, fixed=fixed,
-        space="wide" if how[0] == "wide" else "usual", era=software(how[1], device), calibration=calibration,
+        space="wide" if how[0] == "wide" else "usual", era=software(how[1], calibration), calibration=calibration,
         machine_path=path,
     )  # fmt: skip
 

@@ -50,8 +50,8 @@ _QUARTERS = 4
 
 @dataclass
 class Space:
-    """`size` layouts; `raw`: the product of all axes' values; `literal`: `recompute_layers` was given, and isn't a number
-    of quarters; `cut`: rule -> nodes that it ruled out."""
+    """`size` layouts; `raw`: the product of all axes' values; `literal`: `recompute_layers` was given, and isn't a
+    number of quarters; `cut`: rule -> nodes that it ruled out."""
 
     nodes: Columns
     classes: NDArray[np.int64]

@@ -123,7 +123,8 @@ def _ranking(outcome: Outcome) -> str:
         lines.append(f"<tr{' class=best' if i == 0 else ''}>{''.join(cells)}</tr>")
     note = (
         "~ can't be told apart from the best within the band of uncertainty; "
-        f"{outcome.alike - 1:,} of the layouts that fit can't. runs: what the trainer can run today; the others are modelled only."
+        f"{outcome.alike - 1:,} of the layouts that fit can't. "
+        "runs: what the trainer can run today; the others are modelled only."
     )
     return (
         f'<div class="scroll"><table id="ranking"><thead><tr>{head}</tr></thead>'

@@ -37,7 +37,7 @@ class Found:
     """`best`: the fastest that fit, of every schedule, in order of their replayed times; `front`: those that no other
     beats in both time and memory, fastest first; `smallest`: the one that needs the least memory, whether it fits or
     not (None: nothing was priced); `trainable`: the fastest that fit and that the trainer runs. `alike`: layouts that
-    fit and whose band of uncertainty reaches below the best one's upper end. `seconds`: wall-clock time of the search."""
+    fit and whose band of uncertainty reaches below the best one's upper end. `seconds`: wall-clock time."""
 
     request: Request
     searched: int
