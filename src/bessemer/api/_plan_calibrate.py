@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Calibrated", "calibrate"]
 
-PROBES = ((192, 4, 512), (384, 8, 1024))
+PROBES = ((192, 4, 512), (320, 8, 896))
 """Hidden size, heads and feed-forward width of the small models whose layers are timed."""
 PROBE_BATCH, PROBE_SEQ, PROBE_VOCAB = 4, 256, 4096
 _SHEET = (
@@ -108,7 +108,7 @@ def calibrate(
     file = cpu_local_file() if out is None else Path(out)
     constants = fit_constants(measured, words)
     file.parent.mkdir(parents=True, exist_ok=True)
-    stored = machine.model_copy(update={"memory_bytes": None, "origins": {}}) if machine.device == "cpu" else machine
+    stored = machine.model_copy(update={"memory_bytes": None, "origins": {}}) if out is None else machine
     file.write_text(stored.to_toml(), encoding="utf-8")
     beside = calibration_file(machine, None if out is None else out)
     write_calibration(beside, _device_words(machine), constants)
@@ -124,11 +124,14 @@ def _device_words(machine: Machine) -> str:
 def _measure(device: Device, seconds: float, name: str | None) -> tuple[Machine, Measured, str]:
     import torch
 
+    from bessemer.runtime import sustained
     from bessemer.runtime.host import usable_cores
     from bessemer.runtime.peaks import ensure_peaks
-    from bessemer.runtime.sustained import measure_attention, measure_copy, measure_gap, measure_gemms, measure_update
 
     part = seconds / 8
+    cpu = device.kind == "cpu"
+    products = sustained.GEMM_SHAPES if cpu else sustained.GPU_GEMM_SHAPES
+    attentions = sustained.ATTENTION_SHAPES if cpu else sustained.GPU_ATTENTION_SHAPES
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     threads = torch.get_num_threads()
     cores = usable_cores() if device.kind == "cpu" else 1
@@ -137,17 +140,19 @@ def _measure(device: Device, seconds: float, name: str | None) -> tuple[Machine,
         device.set_threads(1)
     try:
         dtypes = [d for d in ("bf16", "fp32") if device.supports({"bf16": torch.bfloat16, "fp32": torch.float32}[d])]
-        gemms = measure_gemms(device, dtypes, 2 * part)
+        gemms = sustained.measure_gemms(device, dtypes, 2 * part, products)
         words = f"measured under sustained load on {device.name}, {today}: bessemer plan calibrate"
         if device.kind != "cpu":
             machine = _gpu(device, gemms, name, words)
-        machine = machine.model_copy(update={"memory_bytes_per_s": cores * measure_copy(device, part)})
-        attention = [AttentionTime(**vars(a)) for a in measure_attention(device, dtypes[0], part)]
-        layers = [_probe(device, shape, recipe, part / 2) for recipe in dtypes for shape in PROBES]
+        machine = machine.model_copy(
+            update={"memory_bytes_per_s": cores * sustained.measure_copy(device, part, 1 << 26 if cpu else 1 << 29)}
+        )
+        attention = [AttentionTime(**vars(a)) for a in sustained.measure_attention(device, dtypes[0], part, attentions)]
+        layers = [_probe(device, shape, recipe, part) for recipe in dtypes[:1] for shape in PROBES]
         measured = Measured(
             machine=shared_machine(machine, cores), products=[ProductTime(**vars(g)) for g in gemms],
             attention=attention, layers=layers,
-            gap_s=measure_gap(device, part / 2), update_s=measure_update(device, part / 2),
+            gap_s=sustained.measure_gap(device, part / 2), update_s=sustained.measure_update(device, part / 2),
             exchange_bytes_per_s=_exchange(part) if cores > 1 else None,
         )  # fmt: skip
     finally:
@@ -170,15 +175,16 @@ def _gpu(device: Device, gemms: Sequence[Any], name: str | None, words: str) -> 
 
 
 def _probe(device: Device, shape: tuple[int, int, int], recipe: str, seconds: float) -> LayerTime:
-    """Times a model of two and of six layers: the difference is four layers, what is left are the ends."""
+    """Times a model of two and of six layers in turns: the difference is four layers, what is left are the ends."""
     import torch
 
     from bessemer.models.build import build
     from bessemer.runtime.sustained import DTYPES as TORCH_DTYPES
-    from bessemer.runtime.sustained import sustained_s
+    from bessemer.runtime.sustained import paired_s
 
     hidden, heads, ffn = shape
-    times = []
+    tokens = torch.randint(0, PROBE_VOCAB, (PROBE_BATCH, PROBE_SEQ), device=device.torch_device)
+    specs, steps = [], []
     for layers in (2, 6):
         spec = ModelSpec(
             family="llama", vocab_size=PROBE_VOCAB, hidden_size=hidden, num_layers=layers, num_heads=heads,
@@ -186,15 +192,11 @@ def _probe(device: Device, shape: tuple[int, int, int], recipe: str, seconds: fl
             tied_embeddings=True,
         )  # fmt: skip
         model = build(spec, seed=1, compute_dtype=TORCH_DTYPES[recipe]).to(device.torch_device)
-        tokens = torch.randint(0, PROBE_VOCAB, (PROBE_BATCH, PROBE_SEQ), device=device.torch_device)
-
-        def step(model: Any = model, tokens: Any = tokens) -> None:
-            loss, _ = model(tokens, tokens)
-            loss.backward()
-
-        times.append(sustained_s(step, device, seconds / 2))
-    layer = max((times[1] - times[0]) / 4, 1e-9)
-    return LayerTime(spec, recipe, PROBE_BATCH, PROBE_SEQ, layer, max(times[0] - 2 * layer, 1e-9))
+        specs.append(spec)
+        steps.append(lambda model=model: model(tokens, tokens)[0].backward())
+    small, more = paired_s(steps[0], steps[1], device, seconds)
+    layer = max(more / 4, 1e-9)
+    return LayerTime(specs[1], recipe, PROBE_BATCH, PROBE_SEQ, layer, max(small - 2 * layer, 1e-9))
 
 
 def _exchange(seconds: float) -> float:

@@ -31,9 +31,14 @@ class Explained:
     job_path: str
     details: Details
     measured_s: float | None = None
+    around: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        row = {**self.details.priced.row(self.details.index), **self.details.as_json(), "kind": "modelled"}
+        row = {
+            **self.details.priced.row(self.details.index),
+            **self.details.as_json(around=self.around),
+            "kind": "modelled",
+        }
         if self.measured_s is not None:
             row.update(measured_s=self.measured_s, error=row["step_s"] / self.measured_s - 1)
         return row
@@ -43,7 +48,7 @@ class Explained:
         words = layout_words(details.priced, details.index)
         request = details.priced.request
         lines = [f"{self.job_path} on {request.num_gpus} x {request.machine.name}: {words}  (modelled)"]
-        lines += details_text(details)
+        lines += details_text(details, around=self.around)
         if self.measured_s is not None:
             predicted = float(details.priced.prices.step_s[details.index])
             lines += [
@@ -77,14 +82,16 @@ class Comparison:
         return compare_text(self.names, self.both)
 
 
-def explain(job_path: str, sets: Sequence[str] = (), *, run: str | None = None) -> Explained:
+def explain(job_path: str, sets: Sequence[str] = (), *, run: str | None = None, around: bool = False) -> Explained:
     """Say where each millisecond and byte of a job's step goes, without starting it.
 
     job_path: The job file (TOML).
     sets: Override a field: --set train.micro_batch=4. May be repeated.
     run: A run folder of this job: its measured median step is held against the prediction.
+    around: Say too what each single change would cost, what breaks first, and what the step hangs on.
     """
-    return Explained(job_path, _details(job_path, tuple(sets)), None if run is None else _median_step_s(Path(run)))
+    measured_s = None if run is None else _median_step_s(Path(run))
+    return Explained(job_path, _details(job_path, tuple(sets)), measured_s, around)
 
 
 def compare(job_a: str, job_b: str, sets: Sequence[str] = ()) -> Comparison:

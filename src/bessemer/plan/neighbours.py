@@ -184,15 +184,18 @@ def limits_of(priced: Priced, index: int) -> list[Limit]:
 
 
 def _grown(size: str, now: int, values: list[int], changed: Any) -> Limit:
-    most, why = now, "nothing in the range that was tried"
-    for value in values:
-        request, row = changed(value)
-        broken = _breaks(request, row)
-        if broken:
-            why = f"{size} {value}: {broken}"
-            break
-        most = value
-    return Limit(size, now, most, most / now, why)
+    """The last of `values` before the first that breaks, found by bisection: a larger one needs no less."""
+    broken = {at: _breaks(*changed(values[at])) for at in (len(values) - 1,)} if values else {}
+    if not values or not broken[len(values) - 1]:
+        most = values[-1] if values else now
+        return Limit(size, now, most, most / now, "nothing in the range that was tried")
+    low, high = -1, len(values) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        broken[middle] = _breaks(*changed(values[middle]))
+        low, high = (low, middle) if broken[middle] else (middle, high)
+    most = now if low < 0 else values[low]
+    return Limit(size, now, most, most / now, f"{size} {values[high]}: {broken[high]}")
 
 
 def _shrunk(request: Request, row: Row) -> Limit | None:

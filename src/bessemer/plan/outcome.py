@@ -61,16 +61,22 @@ class Details:
         wishes = self.wishes
         return money(self.priced, self.index, tokens=wishes.tokens or 1e12, gpu_hour=wishes.gpu_hour, pue=wishes.pue)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, *, around: bool = True) -> dict[str, Any]:
+        """`around`: with its neighbourhood, which takes some ten times as long as all the rest."""
         priced, index = self.priced, self.index
         memory = priced.prices.memory
-        return {
+        own = {
             "breakdown_s": priced.breakdown(index),
             "memory_lines_bytes": priced.memory(index),
             "fullest_stage": int(memory.stage[index]),
             "peak_when": ("backward of the loss", "backward of a layer")[int(memory.when[index])],
             "factors": self.factors,
             "money": vars(self.money),
+        }
+        if not around:
+            return own
+        return {
+            **own,
             "neighbours": [n.as_json() for n in self.neighbours],
             "breaks_first": [limit.as_json() for limit in self.limits],
             "sensitivity": self.sensitivity,

@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from bessemer.runtime.device import Device
 
 __all__ = [
+    "ATTENTION_SHAPES",
     "GEMM_SHAPES",
+    "GPU_ATTENTION_SHAPES",
+    "GPU_GEMM_SHAPES",
     "AttentionSample",
     "GemmSample",
     "measure_attention",
@@ -25,21 +28,33 @@ __all__ = [
     "measure_gap",
     "measure_gemms",
     "measure_update",
+    "paired_s",
     "sustained_s",
 ]
 
 GEMM_SHAPES = (
     (2048, 512, 512),
-    (2048, 1536, 512),
-    (2048, 512, 1536),
-    (1024, 4096, 256),
+    (1024, 1536, 512),
+    (1024, 512, 1536),
+    (1024, 2048, 256),
     (512, 1024, 1024),
-    (4096, 384, 384),
-    (2048, 2048, 2048),
+    (2048, 384, 384),
 )
-"""Rows (tokens), outputs and depth of the products that are measured."""
-ATTENTION_SHAPES = ((8, 8, 256, 32), (4, 8, 512, 64), (2, 8, 1024, 64))
-"""Batch, heads, sequence and head size."""
+"""Rows (tokens), outputs and depth of the products that are measured on a CPU."""
+GPU_GEMM_SHAPES = (
+    (8192, 8192, 8192),
+    (8192, 28672, 8192),
+    (8192, 8192, 28672),
+    (8192, 4096, 4096),
+    (4096, 14336, 4096),
+    (4096, 4096, 14336),
+    (2048, 8192, 8192),
+)
+"""The same on a GPU."""
+ATTENTION_SHAPES = ((4, 8, 256, 32), (2, 8, 512, 64))
+"""Batch, heads, sequence and head size on a CPU."""
+GPU_ATTENTION_SHAPES = ((4, 32, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128))
+"""The same on a GPU."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -67,17 +82,37 @@ class AttentionSample:
 
 
 def sustained_s(call: Callable[[], object], device: Device, seconds: float) -> float:
-    """Median seconds of one `call` over the later half of `seconds` of calls, at least five."""
+    """Median seconds of one `call` over the later half of `seconds` of calls, at least three."""
     call()
     device.synchronize()
     times: list[float] = []
     end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
+    while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         call()
         device.synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[len(times) // 2 :])
+
+
+def paired_s(
+    small: Callable[[], object], large: Callable[[], object], device: Device, seconds: float
+) -> tuple[float, float]:
+    """Median seconds of `small`, and median of what `large` takes beyond the call of `small` just before it: in turns,
+    so that what else the computer does bears on both alike. At least five pairs; the first two don't count."""
+    firsts: list[float] = []
+    gains: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(firsts) < 5 or time.perf_counter() < end:
+        spent = []
+        for call in (small, large):
+            start = time.perf_counter()
+            call()
+            device.synchronize()
+            spent.append(time.perf_counter() - start)
+        firsts.append(spent[0])
+        gains.append(spent[1] - spent[0])
+    return statistics.median(firsts[2:]), statistics.median(gains[2:])
 
 
 def measure_gemms(
