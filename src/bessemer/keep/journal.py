@@ -74,7 +74,7 @@ class Journal:
         """Drops metrics after `step`: those steps are done again. TensorBoard is told the same."""
         self.step = step
         self._metrics.close()
-        last_t = max((r["t"] for r in self.folder.metrics() if r["step"] > step), default=None)
+        last_t = max((r["t"] for r in self.folder.metrics() if r.get("step", 0) > step and "t" in r), default=None)
         dropped = self.folder.cut_metrics(step)
         self._metrics = RecordWriter(self.folder.metrics_file)
         if dropped:

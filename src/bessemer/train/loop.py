@@ -171,6 +171,8 @@ class Loop:
             "longest_wait_s": result.longest_wait_s,
             "t": time.time(),
         }
+        if result.experts is not None:
+            record["experts"] = {"imbalance": result.experts.imbalance, "dropped": result.experts.dropped}
         if evaluation is not None:
             record |= {
                 "val_loss": evaluation.loss,

@@ -19,13 +19,15 @@ import torch.distributed as dist
 
 from bessemer.core.job import Job
 from bessemer.data.cursor import deal, units_of_step
+from bessemer.models.moe import expert_load, routers
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
 from bessemer.runtime.phases import Phases
+from bessemer.train.balance import imbalance, move_selection_biases
 from bessemer.train.optim import Optimizer
 from bessemer.train.schedule import lr_factor
 
-__all__ = ["Contribution", "Step", "StepResult", "rank_micro_batches"]
+__all__ = ["Contribution", "Experts", "Step", "StepResult", "rank_micro_batches"]
 
 Batch = dict[str, torch.Tensor]
 PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
@@ -48,12 +50,24 @@ class Contribution:
 
     loss_sum: torch.Tensor | float = 0.0
     weight_sum: torch.Tensor | float = 0.0
+    expert_load: torch.Tensor | None = None  # float64 [MoE layers, experts]: how often each was chosen
     batches: list[Batch] = field(default_factory=list)  # for naming the first bad tensor
 
-    def add(self, loss_sum: torch.Tensor, weight_sum: torch.Tensor) -> None:
+    def add(self, loss_sum: torch.Tensor, weight_sum: torch.Tensor, expert_load: torch.Tensor | None = None) -> None:
         """Take in one micro-batch; the sums are kept in float64 so that their order can't show in the loss."""
         self.loss_sum = self.loss_sum + loss_sum.detach().double()
         self.weight_sum = self.weight_sum + weight_sum.detach().double()
+        if expert_load is not None:
+            load = expert_load.double()
+            self.expert_load = load if self.expert_load is None else self.expert_load + load
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What the routers of a step did, over all ranks."""
+
+    imbalance: list[float]  # of each MoE layer the largest load of an expert over the mean one
+    dropped: int  # choices that reached no expert: the tokens' choices less those that were counted
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,7 @@ class StepResult:
     phases: dict[str, float]  # mean over ranks
     longest_wait_s: float  # of any rank, for the others: what the latest rank cost
     stop: bool  # some rank was asked to stop
+    experts: Experts | None = None
 
 
 class Step:
@@ -114,16 +129,21 @@ class Step:
         with self.phases("forward_s"):
             self.parallel.before_backward(last=last)
             loss_sum, weight_sum = self.parallel.module(**batch)
-            mine.add(loss_sum, weight_sum)
+            mine.add(loss_sum, weight_sum, expert_load(self.parallel.module))
             mine.batches.append(batch)
         with self.phases("backward_s"):
             loss_sum.backward()
 
     def _commit(self, step: int, mine: Contribution, start: float, stop: bool) -> StepResult:
         own = [float(mine.loss_sum), float(mine.weight_sum), float(stop)]
+        load = mine.expert_load
         with self.phases("comm_s"):
             sums = torch.tensor(own, dtype=torch.float64, device=self.mesh.device)
-            loss_sum, weight, stops = self.mesh.sum_over_world(sums).tolist()
+            if load is not None:
+                sums = torch.cat((sums, load.flatten()))
+            sums = self.mesh.sum_over_world(sums)
+            loss_sum, weight, stops = sums[:3].tolist()
+            load = None if load is None else sums[3:].view_as(load)
         with self.phases("optimizer_s"):
             gradients = self.optimizer.gradients()
             raw_norm = self._global_norm(gradients)
@@ -135,6 +155,8 @@ class Step:
             torch._foreach_mul_(gradients, shrink / weight)  # the one place where gradients are scaled
             factor = lr_factor(self.job.train, step)
             self.optimizer.step(factor)
+            if load is not None:
+                move_selection_biases(self.parallel.module, load)
         phases, longest_wait_s = self._phases_of_all()
         step_s = time.perf_counter() - start
         phases["other_s"] = max(0.0, step_s - sum(phases.values()))
@@ -151,7 +173,13 @@ class Step:
             phases=phases,
             longest_wait_s=longest_wait_s,
             stop=stops > 0,
+            experts=None if load is None else self._experts(step, load),
         )
+
+    def _experts(self, step: int, load: torch.Tensor) -> Experts:
+        tokens = self.job.global_batch_at(step) * self.job.data.seq_len
+        chosen = sum(tokens * router.moe.top_k for router in routers(self.parallel.module))
+        return Experts(imbalance(load), chosen - round(float(load.sum())))
 
     def _phases_of_all(self) -> tuple[dict[str, float], float]:
         """(seconds of each phase, mean over ranks; the longest that any rank waited for others)."""

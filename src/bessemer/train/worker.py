@@ -9,6 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from bessemer.core.errors import RunFolderError
 from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
 from bessemer.core.job_file import load_job
@@ -59,6 +60,7 @@ def run_rank(job: Job, member: Member) -> None:
     if job.layout.world_size > 1:
         dist.init_process_group(device.backend, rank=member.rank, world_size=member.world_size, **rendezvous(member))
     mesh = build_mesh(job, member.rank, device.torch_device)
+    _same_folder(member, mesh)
     member.phase(0, "opening the data")
     prepared = prepare(job)
     assert member.run_folder is not None and member.vault is not None, "a rank of a run has both"
@@ -81,6 +83,20 @@ def run_rank(job: Job, member: Member) -> None:
         if mesh.rank == 0:
             member.event("ready")
         loop.run()
+
+
+def _same_folder(member: Member, mesh: Mesh) -> None:
+    """All hosts must see one run folder, or each would keep checkpoints that the others don't have."""
+    own = member.folder_token()
+    apart = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
+    apart[mesh.rank] = own != mesh.broadcast_text(own)
+    differ = mesh.sum_over_world(apart).nonzero().flatten().tolist()
+    if differ:
+        raise RunFolderError(
+            f"ranks {', '.join(map(str, differ))} don't see the run folder of rank 0 at {member.run_folder}",
+            code="other-folder",
+            fix="set run.dir to a folder that all hosts mount at the same place",
+        )
 
 
 def _note_machine(job: Job, machine: Machine, mesh: Mesh, member: Member) -> None:
