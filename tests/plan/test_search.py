@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bessemer.core.errors import ConfigError
 from bessemer.core.job import Job
-from bessemer.core.machine import load_machine
+from bessemer.core.machine import load_machine, machine_names
 from bessemer.core.model import ModelSpec, MoeSpec
 from bessemer.core.presets import preset
 from bessemer.core.problem import Problem
@@ -298,3 +298,19 @@ def test_taken_layouts_keep_their_prices() -> None:
     priced: Priced = prices_of(asked, everything(asked))
     some = priced.take(np.array([5, 2]))
     assert some.row(1) == priced.row(2) and some.memory(0) == priced.memory(5) and len(some) == 2
+
+
+def test_every_described_accelerator_can_be_planned_for_and_what_is_assumed_is_said() -> None:
+    for name in machine_names():
+        if name == "cpu-local":
+            continue
+        asked = request(preset("llama-3-8b"), name, num_gpus=64, global_batch=64, seq_len=2048)
+        asked = replace(
+            asked, fixed=parse_fixes(["schedule=1f1b", "virtual_stages=1", "cp=1", "tp=4", "micro_batch=1"])
+        )
+        found = search(asked, kept=5)
+        assert found.feasible, name
+        assert np.isfinite(found.best.mfu).all() and (found.best.mfu < 1).all(), name
+        assert {str(found.best.layouts.row(i)["recipe"]) for i in range(len(found.best))} - {"fp32"}, name
+    h800 = request(preset("llama-3-8b"), "h800")
+    assert any("assumed" in note and "h100" in note for note in h800.notes)

@@ -26,6 +26,7 @@ from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
 from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.calibration import Calibration
+from bessemer.plan.rates import rates_of
 from bessemer.plan.space import CP_KINDS, DP_SHARDS, Layouts
 
 __all__ = [
@@ -116,6 +117,9 @@ class Request:
             found.append(f"the vocabulary of {self.spec.vocab_size} is padded to {padded}, so that tp can share it")
         if self.seq_len > self.spec.max_positions:
             found.append(f"sequences of {self.seq_len} are longer than the model's {self.spec.max_positions} positions")
+        assumed = rates_of(self.rank_machine).assumed
+        if assumed:
+            found.append(f"no source gives these figures of {self.machine.name}; assumed: " + ", ".join(assumed))
         return tuple(found)
 
 
@@ -252,17 +256,16 @@ def _flag_values(request: Request, name: str, wide: bool) -> list[int]:
 
 
 def _recipes(machine: Machine, wide: bool) -> list[str]:
-    """bf16 (float32 where the device has nothing narrower); in the usual space beside it one fp8 recipe: blocks with
-    hardware scales where the device has fp4 units too (Blackwell), a scale per tensor elsewhere. fp16 costs what bf16
-    costs, so it is only searched where it is asked for."""
-    plain = "bf16" if any(machine.peak(d) for d in ("bf16", "fp16")) else "fp32"
+    """bf16, which every accelerator has, also where no source gives its rate; in the usual space beside it one fp8
+    recipe: blocks with hardware scales where the device has fp4 units too (Blackwell), a scale per tensor elsewhere.
+    fp16 costs what bf16 costs, so it is only searched where it is asked for."""
     quantised = [r.name for r in RECIPES.values() if r.quantised and machine.peak(r.gemm) is not None]
     if not wide:
         best = "mxfp8" if machine.peak("fp4") is not None else "fp8-current"
         quantised = [best] if best in quantised else []
     if machine.device == "cpu":
         return ["bf16", "fp32"]
-    return [plain, *quantised]
+    return ["bf16", *quantised]
 
 
 def _problem(code: str, where: str, what: str, why: str, fix: str) -> Problem:

@@ -22,6 +22,7 @@ from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.axes import Request
 from bessemer.plan.memory import Memory
 from bessemer.plan.price import Prices, price
+from bessemer.plan.rates import rates_of
 from bessemer.plan.space import DP_SHARDS, Layouts
 
 __all__ = ["Money", "Priced", "joined", "money", "prices_of", "runnable", "step_flops", "yield_factors"]
@@ -54,13 +55,10 @@ class Priced:
 
     @property
     def peak_flops(self) -> NDArray[np.float64]:
-        """Peak of one device in FLOP/s at each layout's precision."""
-        machine = self.request.rank_machine
-        peaks = [
-            machine.peak(r.gemm) or machine.peak("tf32" if r.gemm == "fp32" else "bf16") or np.nan
-            for r in RECIPES.values()
-        ]
-        return np.array(peaks)[self.layouts.recipe]
+        """Peak of one device in FLOP/s at each layout's precision, as it is priced."""
+        rates = rates_of(self.request.rank_machine)
+        by_type = {"fp32": rates.fp32, "bf16": rates.bf16, "fp16": rates.bf16, "fp8": rates.fp8, "fp4": rates.fp4}
+        return np.array([by_type[r.gemm] for r in RECIPES.values()], float)[self.layouts.recipe]
 
     @property
     def mfu(self) -> NDArray[np.float64]:
@@ -149,7 +147,7 @@ def yield_factors(priced: Priced, index: int) -> dict[str, float]:
     flops = flops_per_token(request.spec, request.seq_len)
     tokens = request.global_batch * request.seq_len / request.num_gpus
     peak = float(priced.peak_flops[index])
-    wide = peak if RECIPES[str(priced.layouts.row(index)["recipe"])].gemm == "fp32" else machine.peak("bf16") or peak
+    wide = peak if RECIPES[str(priced.layouts.row(index)["recipe"])].gemm == "fp32" else rates_of(machine).bf16
     slow = 3 * tokens * (flops.attention_scores + flops.router + flops.head)
     fast = 3 * tokens * flops.forward - slow
     ideal = (fast + slow) / peak

@@ -36,7 +36,7 @@ def impossible(found: Found) -> Problem:
         where="gpus",
         what=f"none of {found.searched} layouts fits: the smallest needs {format_bytes(need)} a device, "
         f"{request.machine.name} has {format_bytes(limit)}, {format_bytes(need - limit)} too little",
-        why=f"the smallest: {degrees}, {row['dp_shard']} sharding, recompute {row['recompute']}; largest: "
+        why=f"the smallest: {degrees}, dp_shard {row['dp_shard']}, recompute {row['recompute']}; largest: "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in lines),
         fix=" or ".join(fixes) or "a machine with more memory, or a smaller model",
     )
