@@ -31,7 +31,6 @@ EXPECTED: dict[str, set[tuple[str, str]]] = {
     "experts": {
         ("ep-experts", "layout.ep"),
         ("not-runnable", "layout.ep"),
-        ("not-runnable", "model.family"),
     },
     "family": {("model-family", "model.family")},
     "five": {

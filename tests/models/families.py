@@ -1,4 +1,4 @@
-"""Tiny random models of each dense family, ours beside transformers'."""
+"""Tiny random models of each family, ours beside transformers'."""
 
 from __future__ import annotations
 
@@ -27,6 +27,49 @@ _SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# no balance loss: transformers adds one only where asked, and over all layers together
+_MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.0}
+_DEEPSEEK: dict[str, Any] = {
+    **_SIZES,
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "aux_loss_alpha": 0.0,
+    "n_routed_experts": 8,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "rms_norm_eps": 1e-6,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+_YARN |= {"mscale": 0.8, "mscale_all_dim": 0.6}
+_GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 18, "rope_parameters": _YARN}
+_NO_MTP = {"num_nextn_predict_layers": 0}  # transformers has no prediction modules
+MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": (
+        "MixtralConfig",
+        {**_SIZES, "num_local_experts": 6, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0},
+    ),
+    "qwen2-moe": ("Qwen2MoeConfig", {**_SIZES, **_MOE, "num_experts": 8, "shared_expert_intermediate_size": 40}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**_SIZES, **_MOE, "num_experts": 8, "head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "deepseek-v2-lite": ("DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        {**_DEEPSEEK, **_GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+    ),
+    "deepseek-v3": ("DeepseekV3Config", {**_DEEPSEEK, **_GROUPS, **_NO_MTP}),
+    "deepseek-v3-wide-values": (
+        "DeepseekV3Config",
+        {**_DEEPSEEK, **_NO_MTP, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False}
+        | {"v_head_dim": 40},
+    ),
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_SIZES, "tie_word_embeddings": False}),
     "llama-biases-tied": (
@@ -74,6 +117,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0}
         | {"embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
+    **MOE_CASES,
 }
 
 
@@ -88,6 +132,9 @@ def peer(case: str) -> Any:
         for name, parameter in model.named_parameters():
             one_dim = parameter.dim() == 1
             parameter.normal_(1.0 if one_dim and "bias" not in name else 0.0, 0.2 if one_dim else 0.08)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.05)
     return model.eval()
 
 
@@ -98,6 +145,25 @@ def ours_from(peer_model: Any, folder: Path) -> Decoder:
     model = build(spec, seed=0)
     import_hf(model, folder)
     return model
+
+
+def peer_gradients(peer_model: Any) -> dict[str, torch.Tensor]:
+    """transformers' gradients by the names of its files; it holds the experts of a layer as two packed parameters."""
+    found = {}
+    mixtral = peer_model.config.model_type == "mixtral"
+    for name, parameter in peer_model.named_parameters():
+        stem, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj") or not stem.endswith(".experts"):
+            found[name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name] = parameter.grad
+            continue
+        stem = stem.replace(".mlp.", ".block_sparse_moe.") if mixtral else stem
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        parts = {down: parameter.grad}
+        if last == "gate_up_proj":
+            parts = dict(zip((gate, up), parameter.grad.chunk(2, 1), strict=True))
+        for part, stack in parts.items():
+            found |= {f"{stem}.{expert}.{part}.weight": matrix for expert, matrix in enumerate(stack)}
+    return found
 
 
 def tokens(batch: int = 2, seq: int = SEQ, seed: int = 3) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from bessemer.core.counts import parameter_counts
 from bessemer.core.errors import CheckpointError
-from bessemer.core.model import ModelSpec, MoeSpec, RopeSpec
+from bessemer.core.model import ModelSpec, RopeSpec
 from bessemer.models.build import build, initial
 from bessemer.models.canonical import load_state, pieces, shapes, state
 
@@ -126,12 +126,6 @@ def test_more_tokens_than_learned_positions_are_refused():
     model = build(SPECS["gpt"], seed=1)
     with pytest.raises(ValueError, match="40 tokens in a sequence, but the model has 32 positions"):
         model.logits(torch.zeros(1, 40, dtype=torch.int64))
-
-
-def test_only_dense_models_are_built():
-    spec = ModelSpec(**(BASE | {"family": "mixtral"}), moe=MoeSpec(num_experts=4, top_k=2, expert_ffn_size=8))
-    with pytest.raises(ValueError, match="'mixtral' is not dense"):
-        build(spec, seed=1)
 
 
 # --- canonical names and first weights

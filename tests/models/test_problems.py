@@ -20,6 +20,10 @@ GOOD = ModelSpec(
     ffn_size=64,
     max_positions=64,
 )
+MOE = MoeSpec(num_experts=4, top_k=2, expert_ffn_size=8)
+GROUPED = MoeSpec(num_experts=4, top_k=3, expert_ffn_size=8, num_groups=2)
+SINGLE = MoeSpec(num_experts=4, top_k=2, expert_ffn_size=8, num_groups=4, top_groups=2, group_score="top2")
+MLA = MlaSpec(q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
 
 
 def found(**changes):
@@ -28,19 +32,19 @@ def found(**changes):
 
 def test_a_good_model_has_none():
     assert found() == [] and problems(Job(), None, None) == []
+    assert found(moe=MOE, mla=MLA, mtp_layers=1) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "code", "where", "says"),
     [
-        ({"moe": MoeSpec(num_experts=4, top_k=2, expert_ffn_size=8)}, "not-runnable", "family", "experts (MoE)"),
-        (
-            {"mla": MlaSpec(q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)},
-            "not-runnable",
-            "family",
-            "latent attention (MLA)",
-        ),
-        ({"mtp_layers": 1}, "not-runnable", "family", "(MTP)"),
+        ({"moe": MOE, "activation": "gelu"}, "not-runnable", "hidden_act", "experts with gelu"),
+        ({"moe": MOE, "mlp_bias": True}, "not-runnable", "mlp_bias", "experts with biases"),
+        ({"mla": MLA, "qk_norm": True}, "not-runnable", "family", "norms of queries"),
+        ({"mla": MLA, "qkv_bias": True, "o_bias": True}, "not-runnable", "attention_bias", "with biases"),
+        ({"mla": MLA, "sliding_window": 8}, "not-runnable", "sliding_window", "with a window"),
+        ({"moe": GROUPED}, "model-experts", "num_experts_per_tok", "3 experts a token of the 2 in 1 groups"),
+        ({"moe": SINGLE}, "model-experts", "n_group", "one expert a group"),
         ({"num_kv_heads": 3}, "model-kv-heads", "num_key_value_heads", "can't share 3"),
         ({"head_dim": 7}, "model-head-dim", "head_dim", "odd"),
         ({"num_layers": 0}, "model-size", "num_layers", "num_layers = 0"),
@@ -56,7 +60,7 @@ def test_each_problem(changes, code, where, says):
 
 
 def test_all_are_reported_at_once():
-    codes = [p.code for p in found(num_kv_heads=3, head_dim=7, mtp_layers=1)]
+    codes = [p.code for p in found(num_kv_heads=3, head_dim=7, moe=MOE, mlp_bias=True)]
     assert sorted(codes) == ["model-head-dim", "model-kv-heads", "not-runnable"]
 
 

@@ -80,7 +80,19 @@ def _llama_like(spec: ModelSpec) -> dict[str, Any]:
         config |= {"rope_interleave": spec.rope.interleaved, "num_nextn_predict_layers": spec.mtp_layers}
     config |= _window(spec)
     if spec.moe is not None:
-        config |= _moe(spec, spec.moe)
+        config |= _moe(spec, spec.moe) | _training(spec, spec.moe)
+    return config
+
+
+def _training(spec: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    """Our own keys, which say how a model is trained; written where they differ from the defaults only."""
+    config: dict[str, Any] = {}
+    if moe.z_loss_coef:
+        config["router_z_loss_coef"] = moe.z_loss_coef
+    if moe.bias_rate != MoeSpec.model_fields["bias_rate"].default:
+        config["router_bias_rate"] = moe.bias_rate
+    if spec.mtp_loss_weight != ModelSpec.model_fields["mtp_loss_weight"].default:
+        config["mtp_loss_weight"] = spec.mtp_loss_weight
     return config
 
 

@@ -171,6 +171,7 @@ def _llama_fields(keys: KeyReader, family: Family) -> dict[str, Any]:
         "tied_embeddings": keys.flag("tie_word_embeddings", False),
         "init_std": keys.number("initializer_range", 0.02),
         "mtp_layers": keys.integer("num_nextn_predict_layers", 0, least=0) if family.sigmoid_router else 0,
+        "mtp_loss_weight": keys.number("mtp_loss_weight", 0.3) if family.sigmoid_router else 0.3,
     }
     interleaved = family.mla and (keys.flag("rope_interleave", True) if family.sigmoid_router else True)
     fields["rope"] = read_rope(keys, family.theta, positions, interleaved)
@@ -274,6 +275,7 @@ def _moe(keys: KeyReader, family: Family, layers: int) -> MoeSpec:
             expert_ffn_size=keys.integer("intermediate_size"),
             norm_top_k=True,
             aux_loss_coef=keys.number("router_aux_loss_coef", 0.001),
+            z_loss_coef=keys.number("router_z_loss_coef", 0.0),
         )
     if family.moe == "qwen":
         return _qwen_moe(keys, family, layers)
@@ -293,6 +295,7 @@ def _qwen_moe(keys: KeyReader, family: Family, layers: int) -> MoeSpec:
         dense_layers=tuple(i for i in range(layers) if i in listed or (i + 1) % step),
         norm_top_k=keys.flag("norm_topk_prob", False),
         aux_loss_coef=keys.number("router_aux_loss_coef", 0.001),
+        z_loss_coef=keys.number("router_z_loss_coef", 0.0),
     )
 
 
@@ -325,6 +328,8 @@ def _deepseek_moe(keys: KeyReader, family: Family) -> MoeSpec:
         routed_scale=keys.number("routed_scaling_factor", 2.5 if family.sigmoid_router else 1.0),
         aux_loss_coef=keys.number("aux_loss_alpha", 0.001),
         aux_loss_per_sequence=keys.flag("seq_aux", True),
+        z_loss_coef=keys.number("router_z_loss_coef", 0.0),
+        bias_rate=keys.number("router_bias_rate", 0.001) if family.sigmoid_router else 0.001,
     )
 
 

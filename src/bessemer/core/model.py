@@ -62,7 +62,9 @@ class MoeSpec(Frozen):
     norm_top_k: bool = False
     routed_scale: float = 1.0
     aux_loss_coef: float = 0.0
-    aux_loss_per_sequence: bool = False  # DeepSeek: balance is asked of each sequence, not of the batch
+    aux_loss_per_sequence: bool = False  # DeepSeek: balance is asked of each sequence, not of the micro-batch
+    z_loss_coef: float = 0.0  # on the squared log-sum-exp of the router's logits
+    bias_rate: float = 0.001  # what the selection bias moves by at each step
 
 
 class MlaSpec(Frozen):
@@ -103,6 +105,7 @@ class ModelSpec(Frozen):
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None
     mtp_layers: int = 0  # multi-token prediction modules (DeepSeek-V3), not counted in num_layers
+    mtp_loss_weight: float = 0.3  # of the mean of their losses, beside the model's own
 
     @property
     def gated(self) -> bool:

@@ -11,20 +11,13 @@ from torch import Tensor
 from bessemer import ops
 from bessemer.core.model import ModelSpec
 
-__all__ = ["KvCache"]
+__all__ = ["KvCache", "Positions"]
 
 
-class KvCache:
-    """Keys and values by layer, at the positions where they belong; a sequence's row may be shorter than others.
+class Positions:
+    """Where the tokens of the next call stand, each sequence at its own length."""
 
-    Before each call of `Decoder.logits`, `begin` says how many tokens come and from which position each sequence
-    goes on. What lies at or beyond a sequence's position is never read, so padding needs no clearing.
-    """
-
-    def __init__(self, spec: ModelSpec, batch: int, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (spec.num_layers, batch, spec.num_kv_heads, capacity, spec.head_dim)
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.positions = torch.zeros(batch, 0, dtype=torch.int64, device=device)
         self.length = 0
@@ -35,6 +28,20 @@ class KvCache:
         self.length = int(self.positions.max()) + 1
         if self.length > self.capacity:
             raise ValueError(f"{self.length} positions, but the cache holds {self.capacity}")
+
+
+class KvCache(Positions):
+    """Keys and values by layer, at the positions where they belong; a sequence's row may be shorter than others.
+
+    Before each call of `Decoder.logits`, `begin` says how many tokens come and from which position each sequence
+    goes on. What lies at or beyond a sequence's position is never read, so padding needs no clearing.
+    """
+
+    def __init__(self, spec: ModelSpec, batch: int, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(batch, capacity, device)
+        shape = (spec.num_layers, batch, spec.num_kv_heads, capacity, spec.head_dim)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
 
     def keep(self, rows_B: Tensor) -> None:
         """Drops the sequences that are not in `rows_B` (indices), as they finish."""

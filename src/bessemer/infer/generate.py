@@ -8,6 +8,7 @@ import torch
 
 from bessemer.core.errors import RequestError
 from bessemer.infer.cache import KvCache
+from bessemer.infer.latent import LatentCache
 from bessemer.infer.sampling import Sampling, sample
 from bessemer.models.decoder import Decoder
 
@@ -36,7 +37,8 @@ def generate(
     device = model.embed.weight.device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     longest = int(lengths.max())
-    cache = KvCache(model.spec, len(prompts), longest + max_new_tokens, dtype=model.compute_dtype, device=device)
+    kind = KvCache if model.spec.mla is None else LatentCache
+    cache = kind(model.spec, len(prompts), longest + max_new_tokens, dtype=model.compute_dtype, device=device)
     padded = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = torch.tensor(list(prompt), device=device)

@@ -34,15 +34,16 @@ def build(
 def initial(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """The first value of the logical tensor `name`, float32 on the CPU.
 
-    Norms 1, biases 0, matrices normal(0, init_std); the projections that write to the residual stream (attn.o,
-    mlp.down) are smaller by sqrt(2 layers), so that its variance doesn't grow with depth (GPT-2, Megatron-LM).
+    Norms 1, biases 0 (a router's selection bias too), matrices normal(0, init_std); the projections that write to the
+    residual stream (attn.o, every down) are smaller by sqrt(2 layers), so that its variance doesn't grow with depth
+    (GPT-2, Megatron-LM).
     """
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
     std = spec.init_std
-    if name.endswith((".attn.o.weight", ".mlp.down.weight")):
+    if name.endswith((".attn.o.weight", ".mlp.down.weight", ".experts.down.weight", ".shared.down.weight")):
         std /= math.sqrt(2 * spec.num_layers)
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]
     generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)

@@ -1,7 +1,9 @@
 """Which rows of which parameter hold which logical tensor.
 
 Logical ("canonical") tensors are unfused and unsharded, named as in checkpoints:
-`layers.3.attn.q.weight`, `layers.3.mlp.gate.weight`, `embed.weight` ...
+`layers.3.attn.q.weight`, `layers.3.mlp.gate.weight`, `embed.weight` ... The experts of a layer are stacked:
+`layers.3.mlp.experts.gate.weight` is [experts, out, in]. The block of a prediction module lies beside its own parts:
+`mtp.0.attn.kv_a.weight`, `mtp.0.join.weight`.
 """
 
 from __future__ import annotations
@@ -33,14 +35,19 @@ def pieces(model: nn.Module) -> list[Piece]:
     """All logical tensors of a `Decoder`, in the order of its parameters; every row of every parameter once."""
     spec: ModelSpec = model.spec
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    packed = {"qkv": (("q", q), ("k", kv), ("v", kv)), "gate_up": (("gate", spec.ffn_size), ("up", spec.ffn_size))}
     found = []
     for param, tensor in model.named_parameters():
         path = param.split(".")
         if path[0] == "blocks":
             path[0] = "layers"
+        elif path[0] == "mtp" and path[2] == "block":
+            del path[2]
         tail = tuple(tensor.shape[1:])
-        parts = packed.get(path[-2], ((path[-2], tensor.shape[0]),))
+        parts: tuple[tuple[str, int], ...] = ((path[-2], tensor.shape[0]),)
+        if path[-2] == "qkv":
+            parts = (("q", q), ("k", kv), ("v", kv))
+        elif path[-2] == "gate_up":
+            parts = (("gate", tensor.shape[0] // 2), ("up", tensor.shape[0] // 2))
         row = 0
         for part, rows in parts:
             found.append(Piece(param, ".".join((*path[:-2], part, path[-1])), row, rows, (rows, *tail)))
@@ -49,7 +56,7 @@ def pieces(model: nn.Module) -> list[Piece]:
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every logical tensor of a dense model, without building it."""
+    """Name and shape of every logical tensor of a model, without building it."""
     from bessemer.models.decoder import Decoder
 
     return {p.name: p.shape for p in pieces(Decoder(spec, device="meta"))}

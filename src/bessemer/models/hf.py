@@ -1,7 +1,8 @@
 """Hugging Face checkpoints: read into a model, written from its logical tensors.
 
 Reading consumes every tensor of the files exactly once, or raises one error that lists all that don't fit. Both ways
-go tensor by tensor: memory is one tensor (reading) or one shard (writing), not one model.
+go tensor by tensor: memory is one tensor (reading; of experts the stacks of a layer) or one shard (writing), not one
+model.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from bessemer.core.errors import CheckpointError, RequestError
 from bessemer.core.hf_config import config_from_spec
 from bessemer.core.model import ModelSpec
 from bessemer.models.canonical import load_state
-from bessemer.models.hf_names import HEADS, HfTensor, hf_tensors, is_buffer, normal_name
+from bessemer.models.hf_names import HEADS, HfTensor, copies, hf_tensors, is_buffer, is_full_precision, normal_name
 
 __all__ = ["export_hf", "import_hf", "read_hf"]
 
@@ -103,45 +105,73 @@ def _stored(spec: ModelSpec, folder: Path) -> dict[str, _Stored]:
 
 
 def _check(spec: ModelSpec, folder: Path, wanted: dict[str, HfTensor], stored: dict[str, _Stored]) -> None:
+    repeats = _repeats(spec)
     wrong = [f"missing     {name} {t.shape}" for name, t in wanted.items() if name not in stored]
     for name, found in stored.items():
         if name in wanted and found.shape != wanted[name].shape:
             wrong.append(f"shape       {name} is {found.shape}, the model wants {wanted[name].shape}")
-        elif name not in wanted and not (name == HEADS and spec.tied_embeddings):
+        elif name not in wanted and name not in repeats:
             wrong.append(f"unexpected  {name} {found.shape}")
         elif found.type not in _TYPES:
             wrong.append(f"type        {name} is {found.type}; fp32, bf16 and fp16 are read")
+    modules = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.mtp_layers))
+    if modules and not any(name.startswith(modules) for name in stored):
+        fix = "model.num_nextn_predict_layers = 0: the file was written without its prediction modules"
+    else:
+        fix = "compare config.json with the file that the weights came with"
     if wrong:
         raise CheckpointError(
             f"{folder} doesn't hold the model that its config describes ({len(wrong)} differences):\n  "
             + "\n  ".join(wrong),
             code="weights-mismatch",
-            fix="compare config.json with the file that the weights came with",
+            fix=fix,
         )
 
 
 def _read(spec: ModelSpec, wanted: dict[str, HfTensor], stored: dict[str, _Stored]) -> Iterator[tuple[str, Tensor]]:
-    if spec.tied_embeddings and HEADS in stored:
-        _check_tied(spec, stored)
+    for repeat, original in _repeats(spec).items():
+        if repeat in stored:
+            _check_repeat(stored, repeat, original)
+    left = Counter(t.parts[0] for t in wanted.values() if t.expert is not None)
+    stacks: dict[str, Tensor] = {}
     for file in sorted({s.file for s in stored.values()}):
         with safe_open(file, "pt") as opened:
             for name in (n for n, s in stored.items() if s.file == file and n in wanted):
                 want, tensor = wanted[name], opened.get_tensor(stored[name].key)
-                rows = tensor.t() if want.transposed else tensor
-                yield from zip(want.parts, rows.split(want.rows), strict=True)
+                if want.expert is None:
+                    rows = tensor.t() if want.transposed else tensor
+                    yield from zip(want.parts, rows.split(want.rows), strict=True)
+                    continue
+                part = want.parts[0]
+                if part not in stacks:
+                    stacks[part] = tensor.new_empty(left[part], *want.shape)
+                stacks[part][want.expert] = tensor
+                left[part] -= 1
+                if not left[part]:
+                    yield part, stacks.pop(part)
 
 
-def _check_tied(spec: ModelSpec, stored: dict[str, _Stored]) -> None:
-    """Some writers store the head of a tied model too; it must then be the embedding, else the tie is wrong."""
+def _repeats(spec: ModelSpec) -> dict[str, str]:
+    """Tensors that some writers store a second time, and the first: the head of a tied model, and what prediction
+    modules share with it."""
+    embedding = next(t.name for t in hf_tensors(spec) if t.parts == ("embed.weight",))
+    return copies(spec) | ({HEADS: embedding} if spec.tied_embeddings else {})
+
+
+def _check_repeat(stored: dict[str, _Stored], repeat: str, original: str) -> None:
+    """It must then be the same, else the tie is wrong."""
     tables = []
-    for name in (HEADS, next(t.name for t in hf_tensors(spec) if t.parts == ("embed.weight",))):
+    for name in (repeat, original):
         with safe_open(stored[name].file, "pt") as opened:
             tables.append(opened.get_tensor(stored[name].key))
     if tables[0].shape != tables[1].shape or not torch.equal(*tables):
+        tied = repeat == HEADS
         raise CheckpointError(
-            f"{HEADS} differs from the embedding, but the config ties them",
+            f"{repeat} differs from the embedding, but the config ties them"
+            if tied
+            else f"{repeat} differs from {original}, which a prediction module shares with the model",
             code="weights-mismatch",
-            fix="model.tie_word_embeddings = false",
+            fix="model.tie_word_embeddings = false" if tied else "model.num_nextn_predict_layers = 0",
         )
 
 
@@ -167,11 +197,17 @@ def export_hf(
     if dtype not in _TYPE_NAMES:
         raise RequestError(f"weights can't be written in {dtype}", code="export-type", fix="fp32, bf16 or fp16")
     tensors = hf_tensors(spec)
+    repeated: dict[str, list[str]] = {}
+    for repeat, original in copies(spec).items():
+        repeated.setdefault(original, []).append(repeat)
+    gathered = (
+        (name, tensor) for first, tensor in _gather(tensors, state) for name in (first, *repeated.get(first, ()))
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     aside.mkdir()
     try:
-        _write_weights(_gather(tensors, state), aside, dtype, shard_bytes)
+        _write_weights(gathered, aside, dtype, shard_bytes)
         _write_texts(spec, aside, dtype, tokenizer_json, eos_token)
         os.replace(aside, folder)
     finally:
@@ -181,6 +217,8 @@ def export_hf(
 def _gather(tensors: list[HfTensor], state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Puts logical tensors together as the files hold them; each file tensor leaves when its last part came."""
     home = {part: tensor for tensor in tensors for part in tensor.parts}
+    stacks = Counter(tensor.parts[0] for tensor in tensors if tensor.expert is not None)
+    names = {(tensor.parts[0], tensor.expert): tensor.name for tensor in tensors if tensor.expert is not None}
     waiting: dict[str, dict[str, Tensor]] = {}
     done: set[str] = set()
     wrong = []
@@ -190,6 +228,12 @@ def _gather(tensors: list[HfTensor], state: Iterable[tuple[str, Tensor]]) -> Ite
             continue
         done.add(name)
         target = home[name]
+        if name in stacks:
+            if tuple(value.shape) != (stacks[name], *target.shape):
+                wrong.append(f"{name} is {tuple(value.shape)}, the model wants {(stacks[name], *target.shape)}")
+                continue
+            yield from ((names[name, expert], matrix) for expert, matrix in enumerate(value.detach()))
+            continue
         parts = waiting.setdefault(target.name, {})
         parts[name] = value.detach()
         if len(parts) == len(target.parts):
@@ -215,7 +259,7 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: t
         pending.clear()
 
     for name, tensor in tensors:
-        value = tensor.to("cpu", dtype).contiguous()
+        value = tensor.to("cpu", torch.float32 if is_full_precision(name) else dtype).contiguous()
         if pending and size + value.nbytes > shard_bytes:
             flush()
             size = 0

@@ -11,15 +11,13 @@ from bessemer.core.problem import Problem, divisors_near, one_of
 
 __all__ = ["problems"]
 
-_DENSE = "dense models: llama, mistral, qwen2, qwen3 and gpt2"
-
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
-    """Families that have no code yet, and sizes that contradict one another; nothing where there is no `spec`."""
+    """Combinations that have no code, and sizes that contradict one another; nothing where there is no `spec`."""
     del job, machine
     if spec is None:
         return []
-    return [*_not_runnable(spec), *_sizes(spec), *_heads(spec), *_rope(spec)]
+    return [*_not_runnable(spec), *_sizes(spec), *_heads(spec), *_experts(spec), *_rope(spec)]
 
 
 def _problem(code: str, field: str, what: str, *, why: str, fix: str) -> Problem:
@@ -27,16 +25,24 @@ def _problem(code: str, field: str, what: str, *, why: str, fix: str) -> Problem
 
 
 def _not_runnable(spec: ModelSpec) -> Iterator[Problem]:
-    parts = (
-        (spec.moe is not None, "experts (MoE)"),
-        (spec.mla is not None, "latent attention (MLA)"),
-        (spec.mtp_layers > 0, "multi-token prediction (MTP)"),
+    """No published family asks for one of these; a job's own keys may."""
+    experts, latent = spec.moe is not None, spec.mla is not None
+    cases = (
+        (experts and spec.activation != "swiglu", "hidden_act", f"experts with {spec.activation}", '"silu"'),
+        (experts and spec.mlp_bias, "mlp_bias", "experts with biases", "false"),
+        (latent and spec.positions != "rope", "family", "latent attention with learned positions", '"deepseek_v3"'),
+        (latent and spec.norm != "rmsnorm", "family", "latent attention with LayerNorm", '"deepseek_v3"'),
+        (latent and spec.qk_norm, "family", "latent attention with norms of queries and keys", '"deepseek_v3"'),
+        (latent and spec.qkv_bias, "attention_bias", "latent attention with biases", "false"),
+        (latent and spec.o_bias, "attention_bias", "latent attention with biases", "false"),
+        (latent and spec.sliding_window is not None, "sliding_window", "latent attention with a window", "null"),
     )
-    missing = [text for present, text in parts if present]
-    if missing:
-        what = f"{spec.family} needs {', '.join(missing)}, which can be planned but not trained yet"
-        why = "the trainer builds dense decoders only, and would train another model than was asked for"
-        yield _problem("not-runnable", "family", what, why=why, fix=_DENSE)
+    seen = set()
+    for wrong, field, what, value in cases:
+        if wrong and field not in seen:
+            seen.add(field)
+            why = "the trainer has no code for it, and would train another model than was asked for"
+            yield _problem("not-runnable", field, f"{what} is not built", why=why, fix=f"model.{field} = {value}")
 
 
 def _sizes(spec: ModelSpec) -> Iterator[Problem]:
@@ -68,6 +74,23 @@ def _heads(spec: ModelSpec) -> Iterator[Problem]:
         what = f"head_dim = {spec.head_dim} is odd"
         why = "rotary positions turn pairs of a head's dims"
         yield _problem("model-head-dim", "head_dim", what, why=why, fix=f"model.head_dim = {spec.head_dim + 1}")
+
+
+def _experts(spec: ModelSpec) -> Iterator[Problem]:
+    moe = spec.moe
+    if moe is None or moe.num_groups < 1 or moe.num_experts % moe.num_groups:
+        return
+    size = moe.num_experts // moe.num_groups
+    open_to_a_token = size * min(moe.top_groups, moe.num_groups)
+    if moe.top_k > open_to_a_token:
+        what = f"{moe.top_k} experts a token of the {open_to_a_token} in {moe.top_groups} groups"
+        why = f"a group holds {size} of the {moe.num_experts} experts"
+        fix = f"model.num_experts_per_tok = {open_to_a_token} or less, or a larger model.topk_group"
+        yield _problem("model-experts", "num_experts_per_tok", what, why=why, fix=fix)
+    if moe.num_groups > 1 and moe.group_score == "top2" and size < 2:
+        what = f"n_group = {moe.num_groups} leaves one expert a group"
+        why = "a group is judged by its best two experts"
+        yield _problem("model-experts", "n_group", what, why=why, fix=f"model.n_group = {moe.num_experts // 2} or less")
 
 
 def _rope(spec: ModelSpec) -> Iterator[Problem]:

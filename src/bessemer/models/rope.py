@@ -97,7 +97,8 @@ class Rope:
         key = (seq, device)
         if key not in self._tables:
             spec = self.spec
-            inverse, scale = frequencies(spec.rope, spec.head_dim, spec.max_positions, seq)
+            dim = spec.head_dim if spec.mla is None else spec.mla.qk_rope_head_dim
+            inverse, scale = frequencies(spec.rope, dim, spec.max_positions, seq)
             angles = torch.outer(torch.arange(seq, dtype=torch.float32), inverse)
             self._tables = {key: ((angles.cos() * scale).to(device), (angles.sin() * scale).to(device))}
         cos, sin = self._tables[key]

@@ -3,6 +3,7 @@
 from bessemer.ops.activation import gelu, swiglu
 from bessemer.ops.attention import Heads, attend, attend_masked, first_keys, split_heads
 from bessemer.ops.cross_entropy import cross_entropy_rows, linear_cross_entropy
+from bessemer.ops.grouped import grouped_linear
 from bessemer.ops.linear import linear
 from bessemer.ops.native import why_absent
 from bessemer.ops.norm import add_norm
@@ -16,6 +17,7 @@ __all__ = [
     "cross_entropy_rows",
     "first_keys",
     "gelu",
+    "grouped_linear",
     "linear",
     "linear_cross_entropy",
     "paths",

@@ -210,7 +210,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _attend_fits(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, starts_BS: Tensor | None) -> bool:
-    square = q_BHSE.shape[2] == k_BKSE.shape[2] and q_BHSE.numel() > 0
+    square = q_BHSE.shape[2] == k_BKSE.shape[2] and q_BHSE.numel() > 0 and k_BKSE.shape == v_BKSE.shape
     return square and native_fits(q_BHSE, k_BKSE, v_BKSE) and q_BHSE.dtype == k_BKSE.dtype == v_BKSE.dtype
 
 

@@ -1,0 +1,131 @@
+"""The parts that blocks are made of: projections, norms, attention and the dense feed-forward.
+
+Legend: B batch, S sequence, D model, H query heads, K key/value heads, E head dim, F feed-forward, C latent width,
+L positions in a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bessemer import ops
+from bessemer.core.model import ModelSpec
+
+__all__ = ["Attention", "Cache", "Compute", "FeedForward", "HeadNorm", "Norm", "Projection", "Visible"]
+
+
+class Cache(Protocol):
+    """What attention asks of a cache; one that keeps keys and values (`infer/cache.py`) has `attend`, one that keeps
+    latents (`infer/latent.py`) has `extend`."""
+
+    positions: Tensor  # [B, S] of the tokens of this call, int64
+    length: int  # positions that exist after this call: the rotation tables' size
+
+    def extend(self, layer: int, latent_BSC: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores latents at the positions; returns all of them [B, L, C] and which of them each query sees,
+        bool [B, S, L]."""
+        ...
+
+    def attend(self, layer: int, window: int | None, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
+        """Stores k and v at the positions and returns [B, S, H, E]."""
+        ...
+
+
+@dataclass
+class Compute:
+    """The type that all parts of one model compute in; one object, so that it can be changed in one place."""
+
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What the blocks of one call share: what attention may see (per window the first key of each query, or a
+    cache), the rotation tables, and what each sequence weighs in the loss."""
+
+    starts: dict[int | None, Tensor | None]
+    rope: tuple[Tensor, Tensor] | None
+    cache: Cache | None = None
+    weights: Tensor | None = None  # float32 [B]: the counted tokens of each sequence; None outside of training
+
+
+class Projection(nn.Module):
+    """A weight [out, in] and perhaps a bias [out]; applied in the model's compute type."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, compute: Compute, device: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
+        self.bias = nn.Parameter(torch.empty(outputs, device=device)) if bias else None
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, self.compute.dtype)
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dim, with the residual add in front of it."""
+
+    def __init__(self, size: int, spec: ModelSpec, compute: Compute, device: Any, *, eps: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, device=device))
+        self.bias = nn.Parameter(torch.empty(size, device=device)) if spec.norm == "layernorm" else None
+        self.eps, self.kind, self.compute = spec.norm_eps if eps is None else eps, spec.norm, compute
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + delta, norm(x + delta) in the compute type)."""
+        return ops.add_norm(x, delta, self.weight, self.bias, self.eps, self.kind, self.compute.dtype)
+
+
+class HeadNorm(nn.Module):
+    """The RMSNorm weight of each query or key head (Qwen3); `ops.split_heads` applies it."""
+
+    def __init__(self, size: int, device: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, device=device))
+
+
+class Attention(nn.Module):
+    """Grouped-query causal attention with rotation, qk-norm, sliding window and document mask as the spec says."""
+
+    def __init__(self, spec: ModelSpec, layer: int, compute: Compute, device: Any) -> None:
+        super().__init__()
+        self.heads = ops.Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        width = spec.num_heads * spec.head_dim
+        packed = width + 2 * spec.num_kv_heads * spec.head_dim
+        self.qkv = Projection(spec.hidden_size, packed, spec.qkv_bias, compute, device)
+        self.o = Projection(width, spec.hidden_size, spec.o_bias, compute, device)
+        self.q_norm = HeadNorm(spec.head_dim, device) if spec.qk_norm else None
+        self.k_norm = HeadNorm(spec.head_dim, device) if spec.qk_norm else None
+        self.layer, self.window, self.eps = layer, spec.window(layer), spec.norm_eps
+
+    def forward(self, x_BSD: Tensor, visible: Visible) -> Tensor:
+        norms = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        q, k, v = ops.split_heads(self.qkv(x_BSD), self.heads, visible.rope, norms, self.eps)
+        if visible.cache is not None:
+            out_BSHE = visible.cache.attend(self.layer, self.window, q, k, v)
+        else:
+            out_BSHE = ops.attend(q, k, v, visible.starts[self.window])
+        return self.o(out_BSHE.flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU with packed gate and up, or an ungated GELU, `width` wide."""
+
+    def __init__(self, spec: ModelSpec, width: int, compute: Compute, device: Any) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        if spec.gated:
+            self.gate_up = Projection(spec.hidden_size, 2 * width, spec.mlp_bias, compute, device)
+        else:
+            self.up = Projection(spec.hidden_size, width, spec.mlp_bias, compute, device)
+        self.down = Projection(width, spec.hidden_size, spec.mlp_bias, compute, device)
+
+    def forward(self, x_BSD: Tensor, visible: Visible | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; `visible` is what a mixture of experts needs in the same place."""
+        if self.activation == "swiglu":
+            return self.down(ops.swiglu(self.gate_up(x_BSD)))
+        return self.down(ops.gelu(self.up(x_BSD), self.activation == "gelu_tanh"))
