@@ -79,9 +79,13 @@ def test_codes_decode_as_torch_or_the_definition_says(fmt: Format) -> None:
         assert min(abs(v) for v in want.tolist() if v) == fmt.smallest
 
 
-@pytest.mark.parametrize("fmt", FLOATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", [*FLOATS, INT8], ids=lambda f: f.name)
 def test_every_code_comes_back(fmt: Format) -> None:
-    codes = torch.tensor([c for c in range(2**fmt.bits) if math.isfinite(value(fmt, c))], dtype=torch.uint8)
+    finite = [c for c in range(2**fmt.bits) if math.isfinite(value(fmt, c)) and abs(value(fmt, c)) <= fmt.max]
+    codes = torch.tensor(finite, dtype=torch.uint8)
+    quick = casts.decode_finite(codes.view(fmt.dtype), fmt)
+    slow = casts.decode(codes.view(fmt.dtype), fmt, torch.bfloat16)
+    assert torch.equal(quick.view(torch.int16), slow.view(torch.int16))
     again = casts.encode(casts.decode(codes.view(fmt.dtype), fmt), fmt)
     assert torch.equal(again.view(torch.uint8), codes)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bessemer.core.errors import RequestError
 from bessemer.precision.casts import amax as amax_of
-from bessemer.precision.casts import clamped_codes, decode, encode, round_up
+from bessemer.precision.casts import clamped_codes, decode, decode_finite, encode, round_up
 from bessemer.precision.formats import E4M3, E8M0, Format
 
 __all__ = ["ROW", "TENSOR", "Grain", "Scaled", "Scheme", "quantise", "scale_from"]
@@ -87,10 +87,14 @@ class Scaled:
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[R, C] in `dtype`; exact in bfloat16 if `scheme.exact`, else rounded once to it."""
         fmt, scales = self.scheme.format, self.scales()
-        if scales.numel() == 1:
-            return decode(self.codes, fmt, dtype, scales.view(()))
         work = dtype if self.scheme.exact else torch.float32
-        tiles, shape = _tiles(decode(self.codes, fmt, work), self.scheme.grain)
+        if work == torch.bfloat16:  # codes are finite wherever their scale is
+            values = decode_finite(self.codes, fmt)
+        else:
+            values = decode(self.codes, fmt, work)
+        if scales.numel() == 1:
+            return values.mul_(scales.view(())).to(dtype)
+        tiles, shape = _tiles(values, self.scheme.grain)
         return _untile(tiles * scales.to(work)[:, None, :, None], shape).to(dtype)
 
 
