@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -251,6 +253,32 @@ def test_delayed_scaling_survives_a_burst_that_breaks_it_unclamped() -> None:
     assert relative_error(y.detach(), want) > 3 * relative_error(current.detach(), want)
     stale = quantise(g, Scheme(E5M2, TENSOR), past=layer.history[2].max())
     assert (g / stale.scales()).to(torch.float8_e5m2).float().isinf().any()
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])
+@pytest.mark.parametrize("split", ["outputs", "inputs", "tokens"])
+def test_parts_with_a_reduced_amax_equal_the_whole(split: str, name: str) -> None:
+    """Tensor parallel by columns and by rows, and data parallel: two parts, each told the maximum over both (delayed scaling: in its first step)."""
+    x, w, g = _draw(64, 48), _draw(80, 48, seed=1), _draw(64, 80, seed=2)
+    whole_x, whole_w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = quant_linear(whole_x, whole_w, None, _call(numerics(name)))
+    y.backward(g)
+    dims = {"outputs": (None, 0, 1), "inputs": (1, 1, None), "tokens": (0, None, 0)}[split]
+    sides = [[t, t] if d is None else list(t.chunk(2, d)) for t, d in zip((x, w, g), dims, strict=True)]
+    outs, grads_x, grads_w = [], [], []
+    for px, pw, pg in zip(*sides, strict=True):
+        told = iter([x.abs().max(), w.abs().max(), g.abs().max(), w.abs().max()])  # the order of the calls
+        px_, pw_ = px.clone().requires_grad_(), pw.clone().requires_grad_()
+        out = quant_linear(px_, pw_, None, replace(_call(numerics(name)), reduce=lambda own, t=told: next(t)))
+        out.backward(pg)
+        outs.append(out), grads_x.append(px_.grad), grads_w.append(pw_.grad)
+    for parts, dim, want in (
+        (outs, {"outputs": 1, "tokens": 0}.get(split), y),
+        (grads_x, {"inputs": 1, "tokens": 0}.get(split), whole_x.grad),
+        (grads_w, {"outputs": 0, "inputs": 1}.get(split), whole_w.grad),
+    ):
+        joined = parts[0] + parts[1] if dim is None else torch.cat(parts, dim)
+        assert relative_error(joined.detach(), want.detach()) < 1e-6
 
 
 def test_missing_pieces_are_named() -> None:

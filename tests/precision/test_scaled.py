@@ -120,6 +120,8 @@ def test_a_past_amax_saturates_and_still_shows_infinity() -> None:
         assert spoilt.dequantise().isnan().all()
     unclamped = (x / quantise(x, Scheme(E5M2, TENSOR), past=torch.tensor(1.0)).scales()).to(torch.float8_e5m2)
     assert unclamped.float().isinf().any()  # what the clamp is for
+    for other in (torch.nan, torch.inf):  # another rank's
+        assert quantise(x, Scheme(E4M3, TENSOR), past=torch.tensor(other)).dequantise().isnan().all()
     with pytest.raises(RequestError, match="whole tensors only"):
         quantise(x, Scheme(E4M3, ROW), past=torch.tensor(1.0))
 

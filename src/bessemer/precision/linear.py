@@ -5,7 +5,8 @@ Legend: T tokens (any leading shape), I inputs, O outputs; three roles x, weight
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,12 +30,16 @@ ROLES = ("x", "weight", "grad")
 class Call:
     """What one use of the layer needs besides its tensors. `history` float32 [3, H] of delayed recipes. `seen`
     float32 [3], if given, becomes max(seen, amax) a role, in place. `generator` for recipes that round stochastically.
+    `reduce`: the maximum of an amax () over the ranks that hold parts of the same tensor or batch, for scales per
+    tensor; every rank must make the same calls. Delayed recipes use it only while the history is empty; after that
+    the caller reduces `seen` once a step.
     """
 
     numerics: Numerics
     history: Tensor | None = None
     seen: Tensor | None = None
     generator: torch.Generator | None = None
+    reduce: Callable[[Tensor], Tensor] | None = None
 
     def quantised(self, role: str, x_RC: Tensor, *, again: bool = False) -> Scaled:
         """`again`: in another layout, already seen."""
@@ -45,6 +50,8 @@ class Call:
                 raise RequestError("delayed scaling needs a history", code="precision-history", fix="Call(history=...)")
             past = reference_amax(self.history, self.numerics.choice, self.numerics.margin)
             past = past[ROLES.index(role)]
+        if self.reduce is not None and scheme.grain == TENSOR and (past is None or float(past) == 0):
+            past = self.reduce(amax(x_RC.detach()))
         rounding = self.generator if role == "grad" and self.numerics.stochastic else None
         made = quantise(x_RC, scheme, past=past, generator=rounding)
         if not again:
@@ -82,7 +89,7 @@ class _QuantLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, *kept = ctx.saved_tensors
-        call = Call(ctx.call.numerics, ctx.history, ctx.call.seen, ctx.call.generator)
+        call = replace(ctx.call, history=ctx.history)
         rows = grad.reshape(-1, grad.shape[-1])
         dx = dw = db = None
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -144,12 +151,13 @@ class QuantLinear(nn.Module):
 
     Buffers: `history` float32 [3, H]; `seen` float32 [3], the amaxes of the step so far (a caller with several ranks
     reduces it by maximum before `advance`); `step` int64: committed steps, part of the key of stochastic rounding.
-    Recomputing a forward changes nothing.
+    Recomputing a forward changes nothing. `reduce`: see `Call`.
     """
 
     history: Tensor
     seen: Tensor
     step: Tensor
+    reduce: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, numerics: Numerics, *, name: str, seed: int = 0) -> None:
         super().__init__()
@@ -168,7 +176,8 @@ class QuantLinear(nn.Module):
             generator = keyed_generator(self.seed, self.name, int(self.step), micro, device=x_TI.device)
         elif self.numerics.stochastic:
             generator = torch.Generator(x_TI.device)  # no gradient will be rounded
-        return quant_linear(x_TI, self.weight, self.bias, Call(self.numerics, self.history, self.seen, generator))
+        call = Call(self.numerics, self.history, self.seen, generator, self.reduce)
+        return quant_linear(x_TI, self.weight, self.bias, call)
 
     def refuse_non_finite(self) -> None:
         """NonFinite with layer, role and step if an amax of this step is NaN or infinite: before the update."""

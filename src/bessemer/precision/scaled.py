@@ -111,8 +111,8 @@ def quantise(
 ) -> Scaled:
     """Codes and scales of x (float32, bfloat16 or float16, two dimensions; ragged last tiles are allowed).
 
-    `past`: an amax () to scale by instead of x's own (delayed scaling; per tensor only); larger values saturate.
-    0, an empty history, stands for x's own.
+    `past`: an amax () to scale by instead of x's own (of past steps, or reduced over ranks; per tensor only); larger
+    values saturate. 0, an empty history, stands for x's own.
     `generator`: rounds stochastically. Raises RequestError for another type or number of dimensions.
     """
     x_RC = x_RC.detach()
@@ -127,8 +127,8 @@ def quantise(
     seen = amax_AB.amax() if amax_AB.numel() else amax_of(x_RC)
     if past is not None:
         if grain != TENSOR:
-            raise RequestError("an amax of past steps scales whole tensors only", code="precision-past", fix="TENSOR")
-        amax_AB = torch.where(seen.isfinite() & (past > 0), past, seen).view(1, 1)
+            raise RequestError("a given amax scales whole tensors only", code="precision-past", fix="TENSOR")
+        amax_AB = torch.where(seen.isfinite() & (past != 0), past, seen).view(1, 1)
     scale, tensor_scale, wide = _scales(amax_AB, seen, scheme)
     if scheme.exact:
         scaled = tiles / wide.to(tiles.dtype)[:, None, :, None]
