@@ -6,6 +6,7 @@ element and 1e-4 of the global norm over the square root of its size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from train.toy import run_steps, toy_job, toy_parts
+from router_margin import smallest_margin
+from train.toy import MODELS, run_steps, toy_job, toy_parts
 
 from bessemer.core.job import Job
 from bessemer.parallel import data as parallel_data
@@ -24,9 +26,15 @@ STEPS = 3
 Slices = list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]
 
 
-def job_of(dp: int, **layout: Any) -> Job:
+SEEDS = {"llama": 1234, "mixtral": 15, "deepseek_v3": 3}
+"""Of the models with experts a seed under which no token of the reference run is near a tie."""
+MARGIN = 1e-4
+
+
+def job_of(dp: int, family: str = "llama", **layout: Any) -> Job:
     keep = {"replicas": layout.pop("replicas")} if "replicas" in layout else {}
-    return toy_job(layout={"dp": dp, **layout}, train={"global_batch": 16, "clip": 0.5}, keep=keep)
+    train = {"global_batch": 16, "clip": 0.5, "seed": SEEDS[family]}
+    return toy_job(model=MODELS[family], layout={"dp": dp, **layout}, train=train, keep=keep)
 
 
 def record(rank: int, world: int, job: Job, sabotage: str = "") -> dict[str, Any]:
@@ -44,8 +52,11 @@ def record(rank: int, world: int, job: Job, sabotage: str = "") -> dict[str, Any
         update(factor)
 
     parts.optimizer.step = keep_gradients  # type: ignore[method-assign]
-    results = list(run_steps(parts, 0, STEPS))
+    with smallest_margin(parts.module) if world == 1 else contextlib.nullcontext([]) as margins:
+        results = list(run_steps(parts, 0, STEPS))
+    assert min(margins, default=MARGIN) >= MARGIN, "a tie: choose another seed"
     return {
+        "experts": [r.experts for r in results],
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
         "weights": [r.weight for r in results],
@@ -62,6 +73,9 @@ def _sabotage(what: str) -> None:
     """Leave out one reduction, as a mistake in the code would."""
     if what == "replica sum":
         parallel_data.ReplicaSum.start = lambda self, buffer: None  # type: ignore[method-assign]
+    elif what == "load sum":
+        whole_sum = Mesh.sum_over_world
+        Mesh.sum_over_world = lambda self, values: (whole_sum(self, values[:3]), values)[1]  # type: ignore[method-assign]
     elif what == "weight sum":
         Mesh.sum_over_world = lambda self, values: values  # type: ignore[method-assign]
     elif what == "shard mean":
@@ -88,16 +102,19 @@ def whole(parts: list[Slices]) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def one_process() -> dict[str, Any]:
-    return record(0, 1, job_of(1))
+def one_process(family: str) -> dict[str, Any]:
+    return record(0, 1, job_of(1, family))
 
 
 def deviations(job: Job, sabotage: str = "") -> dict[str, float]:
     """Largest excess over the promise, 1.0 being exactly at it: of loss, gradients, norm; and of the parameters."""
-    reference = one_process()
+    assert job.model.family is not None
+    reference = one_process(job.model.family)
     ranks = run_ranks(job.layout.dp, record, job, sabotage)
     same = all(r["losses"] == ranks[0]["losses"] and r["norms"] == ranks[0]["norms"] for r in ranks)
     assert same, "ranks differ in the losses or norms they report"
+    if not sabotage:
+        assert all(r["experts"] == reference["experts"] for r in ranks), "the experts' load differs"
     expected, found = whole([reference["gradients"]]), whole([r["gradients"] for r in ranks])
     assert expected.keys() == found.keys()
     norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in expected.values()))
@@ -122,6 +139,11 @@ LAYOUTS = {
     "dp4 two replicas of optimizer shards": job_of(4, dp_shard="optimizer", replicas=2),
     "dp4 two replicas of gradient shards": job_of(4, dp_shard="gradient", replicas=2),
     "dp4 two replicas of full shards": job_of(4, dp_shard="full", replicas=2),
+    "mixtral dp2 replicas": job_of(2, "mixtral"),
+    "mixtral dp2 full": job_of(2, "mixtral", dp_shard="full"),
+    "deepseek_v3 dp2 replicas": job_of(2, "deepseek_v3"),
+    "deepseek_v3 dp2 gradient": job_of(2, "deepseek_v3", dp_shard="gradient"),
+    "deepseek_v3 dp4 two replicas of full shards": job_of(4, "deepseek_v3", dp_shard="full", replicas=2),
 }
 
 
@@ -154,3 +176,13 @@ def test_a_missing_or_wrongly_scaled_reduction_is_noticed(name: str, sabotage: s
         assert "differ in" in str(error), error
         return
     assert max(found["loss"], found["gradient"], found["norm"]) > 100, found
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3 dp2 replicas", "deepseek_v3 dp2 gradient"])
+def test_an_unsummed_load_moves_the_selection_biases_apart(name: str) -> None:
+    try:
+        found = deviations(LAYOUTS[name], "load sum")
+    except AssertionError as error:
+        assert "replicas differ in layers.1.mlp.router.bias" in str(error), error
+        return
+    assert found["parameters"] > 1e-3, found

@@ -26,6 +26,34 @@ MODEL = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+MIXTRAL = MODEL | {
+    "family": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.05,
+    "router_z_loss_coef": 0.01,
+    "initializer_range": 0.2,  # scores far apart, so that no rounding changes an expert's tokens
+}
+DEEPSEEK = MODEL | {
+    "family": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "aux_loss_alpha": 0.05,
+    "num_nextn_predict_layers": 1,
+    "initializer_range": 0.2,
+}
+MODELS = {"llama": MODEL, "mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}
 
 
 def toy_job(**sections: dict[str, Any]) -> Job:
