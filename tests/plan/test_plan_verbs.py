@@ -235,4 +235,4 @@ def test_fitted_constants_reproduce_what_they_were_fitted_to() -> None:
     assert 0.4 < found["gemm_bf16"].value < 0.8
     again = fit_constants(measured, "a test")
     assert {k: v.value for k, v in again.items()} == {k: v.value for k, v in found.items()}
-    assert found["element"].value > 0 and found["optimizer"].value == pytest.approx(1e-10 * 3350e9 / 30, rel=1e-6)
+    assert found["layer"].value > 0 and found["optimizer"].value == pytest.approx(1e-10 * 3350e9 / 30, rel=1e-6)

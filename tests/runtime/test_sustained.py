@@ -21,14 +21,24 @@ from bessemer.runtime.sustained import (
 )
 
 
+def spin(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
 def test_sustained_is_the_median_of_the_later_half() -> None:
-    calls = iter([0.02, 0.02, 0.02, *[0.001] * 100])
-    assert 0.0009 < sustained_s(lambda: time.sleep(next(calls)), Cpu(), 0.08) < 0.015
+    calls = iter([0.02, 0.02, 0.02, *[0.001] * 5000])
+    assert 0.0009 < sustained_s(lambda: spin(next(calls)), Cpu(), 1.0) < 0.01
 
 
 def test_pairs_give_the_difference_of_two_calls() -> None:
-    small, more = paired_s(lambda: time.sleep(0.002), lambda: time.sleep(0.006), Cpu(), 0.05)
-    assert 0.0015 < small < 0.01 and 0.002 < more < 0.02
+    small, more = paired_s(lambda: spin(0.002), lambda: spin(0.006), Cpu(), 0.05)
+    assert 0.0019 < small < 0.004 and 0.003 < more < 0.006
+
+
+def test_waiting_is_not_the_kernels_time() -> None:
+    assert sustained_s(lambda: time.sleep(0.005), Cpu(), 0.05) < 0.002
 
 
 def test_every_kernel_is_timed_in_every_shape_and_type() -> None:

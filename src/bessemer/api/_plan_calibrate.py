@@ -134,29 +134,28 @@ def _measure(device: Device, seconds: float, name: str | None) -> tuple[Machine,
     attentions = sustained.ATTENTION_SHAPES if cpu else sustained.GPU_ATTENTION_SHAPES
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     threads = torch.get_num_threads()
-    cores = usable_cores() if device.kind == "cpu" else 1
-    if device.kind == "cpu":  # as ranks share it: one core each, and each has its part of the computer's rates
+    cores = usable_cores() if cpu else 1
+    if cpu:  # as ranks share it: one core each while the others work too; each has its part of the computer's rates
         machine = ensure_peaks(load_machine("cpu-local"))
         device.set_threads(1)
+    words = f"measured under sustained load on {device.name}, {today}: bessemer plan calibrate"
+    dtypes = [d for d in ("bf16", "fp32") if device.supports({"bf16": torch.bfloat16, "fp32": torch.float32}[d])]
     try:
-        dtypes = [d for d in ("bf16", "fp32") if device.supports({"bf16": torch.bfloat16, "fp32": torch.float32}[d])]
-        gemms = sustained.measure_gemms(device, dtypes, 2 * part, products)
-        words = f"measured under sustained load on {device.name}, {today}: bessemer plan calibrate"
-        if device.kind != "cpu":
-            machine = _gpu(device, gemms, name, words)
-        machine = machine.model_copy(
-            update={"memory_bytes_per_s": cores * sustained.measure_copy(device, part, 1 << 26 if cpu else 1 << 29)}
-        )
-        attention = [AttentionTime(**vars(a)) for a in sustained.measure_attention(device, dtypes[0], part, attentions)]
-        layers = [_probe(device, shape, recipe, part) for recipe in dtypes[:1] for shape in PROBES]
-        measured = Measured(
-            machine=shared_machine(machine, cores), products=[ProductTime(**vars(g)) for g in gemms],
-            attention=attention, layers=layers,
-            gap_s=sustained.measure_gap(device, part / 2), update_s=sustained.measure_update(device, part / 2),
-            exchange_bytes_per_s=_exchange(part) if cores > 1 else None,
-        )  # fmt: skip
+        with sustained.neighbours(cores - 1):
+            gemms = sustained.measure_gemms(device, dtypes, 2 * part, products)
+            copy = cores * sustained.measure_copy(device, part, 1 << 26 if cpu else 1 << 29)
+            attention = sustained.measure_attention(device, dtypes[0], part, attentions)
+            layers = [_probe(device, shape, dtypes[0], part) for shape in PROBES]
+            gap_s, update_s = sustained.measure_gap(device, part / 2), sustained.measure_update(device, part / 2)
+        exchange = _exchange(part) if cores > 1 else None
     finally:
         torch.set_num_threads(threads)
+    machine = (machine if cpu else _gpu(device, gemms, name, words)).model_copy(update={"memory_bytes_per_s": copy})
+    measured = Measured(
+        machine=shared_machine(machine, cores), products=[ProductTime(**vars(g)) for g in gemms],
+        attention=[AttentionTime(**vars(a)) for a in attention], layers=layers, gap_s=gap_s, update_s=update_s,
+        exchange_bytes_per_s=exchange,
+    )  # fmt: skip
     return machine, measured, words
 
 

@@ -1,14 +1,18 @@
 """Kernels under sustained load, on any torch device: what a calibration of the planner is fitted to.
 
 A kernel runs again and again for a while; the median of the later half counts, after clocks and caches have settled.
+On a CPU it is one thread's own time, so that a busy computer doesn't look like a slow one.
 (The declared peak of `runtime.peaks` is the best single call instead.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +32,7 @@ __all__ = [
     "measure_gap",
     "measure_gemms",
     "measure_update",
+    "neighbours",
     "paired_s",
     "sustained_s",
 ]
@@ -81,17 +86,40 @@ class AttentionSample:
     backward_s: float
 
 
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Keeps `count` other cores busy with matrix products, as the other ranks of a job would."""
+    # it ends by itself when this process is gone, however that came
+    work = (
+        "import os, torch; torch.set_num_threads(1); a, parent = torch.ones(512, 512), os.getppid()\n"
+        "while os.getppid() == parent: a @ a"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", work]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _clock(device: Device) -> Callable[[], float]:
+    """On a CPU this thread's own time: what else the computer runs takes the core away, and isn't the kernel's."""
+    return time.thread_time if device.kind == "cpu" else time.perf_counter
+
+
 def sustained_s(call: Callable[[], object], device: Device, seconds: float) -> float:
     """Median seconds of one `call` over the later half of `seconds` of calls, at least three."""
     call()
     device.synchronize()
     times: list[float] = []
+    now = _clock(device)
     end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
+        start = now()
         call()
         device.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
     return statistics.median(times[len(times) // 2 :])
 
 
@@ -101,15 +129,16 @@ def paired_s(
     """Median seconds of `small`, and median of what `large` takes beyond the call of `small` just before it: in turns,
     so that what else the computer does bears on both alike. At least five pairs; the first two don't count."""
     firsts: list[float] = []
+    now = _clock(device)
     gains: list[float] = []
     end = time.perf_counter() + seconds
     while len(firsts) < 5 or time.perf_counter() < end:
         spent = []
         for call in (small, large):
-            start = time.perf_counter()
+            start = now()
             call()
             device.synchronize()
-            spent.append(time.perf_counter() - start)
+            spent.append(now() - start)
         firsts.append(spent[0])
         gains.append(spent[1] - spent[0])
     return statistics.median(firsts[2:]), statistics.median(gains[2:])
