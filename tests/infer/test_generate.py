@@ -5,8 +5,8 @@ import torch
 from transformers import MistralForCausalLM
 
 from bessemer.core.errors import RequestError
-from bessemer.core.model import ModelSpec, RopeSpec
-from bessemer.infer import KvCache, Sampling, generate, probabilities, sample
+from bessemer.core.model import MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from bessemer.infer import KvCache, LatentCache, Sampling, generate, probabilities, sample
 from bessemer.models.build import build
 from bessemer.models.canonical import state
 from bessemer.models.hf import export_hf
@@ -31,12 +31,27 @@ def small(**changes):
     return build(ModelSpec(**(fields | changes)), seed=3)
 
 
+LATENT = {
+    "mla": MlaSpec(q_lora_rank=None, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
+    "num_kv_heads": 4,
+    "head_dim": 12,
+    "family": "deepseek_v3",
+    "init_std": 0.2,
+}
 VARIANTS = {
     "plain": {},
     "window": {"sliding_window": 4},
     "learned": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "family": "gpt2"},
     "qk-norm": {"qk_norm": True},
     "yarn": {"rope": RopeSpec(kind="yarn", factor=4.0, original_max_positions=16)},
+    "experts": {"moe": MoeSpec(num_experts=4, top_k=2, expert_ffn_size=16)},
+    "latent": LATENT,
+    "latent, compressed queries, experts": LATENT
+    | {
+        "mla": LATENT["mla"].model_copy(update={"q_lora_rank": 14}),
+        "moe": MoeSpec(num_experts=4, top_k=2, expert_ffn_size=16, scoring="sigmoid", selection_bias=True),
+        "rope": RopeSpec(interleaved=True, kind="yarn", factor=4.0, original_max_positions=16, mscale_all_dim=1.0),
+    },
 }
 
 
@@ -45,7 +60,8 @@ def test_cached_logits_equal_uncached(variant):
     model = small(**VARIANTS[variant])
     tokens = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
     whole = model.logits(tokens)
-    cache = KvCache(model.spec, 2, 16, dtype=torch.float32, device=torch.device("cpu"))
+    kind = KvCache if model.spec.mla is None else LatentCache
+    cache = kind(model.spec, 2, 16, dtype=torch.float32, device=torch.device("cpu"))
     parts, at = [], 0
     for count in (4, 1, 3, 1):
         cache.begin(torch.tensor([at, at]), count)
@@ -67,8 +83,9 @@ def test_greedy_equals_transformers(tmp_path, window):
         assert sequence == expected[0].tolist()
 
 
-def test_a_batch_of_ragged_prompts_equals_each_alone_and_stops_apart():
-    model = small()
+@pytest.mark.parametrize("variant", ["plain", "latent"])
+def test_a_batch_of_ragged_prompts_equals_each_alone_and_stops_apart(variant):
+    model = small(**VARIANTS[variant])
     free = generate(model, PROMPTS, max_new_tokens=12)
     stop = free[0][len(PROMPTS[0]) + 4]
     got = generate(model, PROMPTS, max_new_tokens=12, stop={stop})

@@ -1,0 +1,72 @@
+"""The experts' load: summed with the step, reported, and evened out by the selection bias."""
+
+import pytest
+import torch
+from train.toy import DEEPSEEK, MODELS, run_steps, toy_batch, toy_job, toy_parts
+
+from bessemer.models.moe import routers
+from bessemer.train.balance import imbalance, move_selection_biases
+
+SIXTEEN = DEEPSEEK | {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "aux_loss_alpha": 0.0,
+    "num_nextn_predict_layers": 0,
+}
+SAMPLES = 48  # 96 x 2 choices an expert and step: by chance alone the largest load is about 1.15 of the mean
+
+
+def imbalance_over(steps: int, rate: float) -> list[float]:
+    """The imbalance of each step of a training run of sixteen experts in one layer."""
+    train = {"steps": 300, "lr": 0.002, "global_batch": SAMPLES, "micro_batch": SAMPLES}
+    parts = toy_parts(toy_job(model=SIXTEEN | {"router_bias_rate": rate}, train=train))
+    batches = [toy_batch(list(range(SAMPLES * i, SAMPLES * (i + 1)))) for i in range(4)]
+    results = [parts.step.run(step, iter([batches[step % 4]]), 1).experts for step in range(steps)]
+    assert all(r.dropped == 0 for r in results)
+    return [r.imbalance[0] for r in results]
+
+
+@pytest.mark.slow
+def test_the_bias_evens_out_sixteen_experts_well_within_300_steps():
+    moved, left = imbalance_over(90, 0.003), imbalance_over(20, 0.0)
+    assert moved[0] > 2 and max(moved[-10:]) < 1.3, moved
+    assert min(left) > 2, left
+
+
+def test_the_bias_moves_towards_the_mean_and_only_at_the_commit():
+    parts = toy_parts(toy_job(model=DEEPSEEK))
+    before = [r.bias.clone() for r in routers(parts.module)]
+    assert not any(b.any() for b in before)
+    result = next(iter(run_steps(parts, 0, 1)))
+    found = routers(parts.module)
+    assert all(torch.isin(r.bias, torch.tensor([-1e-3, 0.0, 1e-3])).all() and r.bias.any() for r in found)
+    assert len(result.experts.imbalance) == len(found) == 2 and result.experts.dropped == 0
+    load = torch.tensor([[6.0, 0, 0, 0, 0, 0], [1.0] * 6], dtype=torch.float64)
+    move_selection_biases(parts.module, load)
+    step = [r.bias for r in found]
+    move_selection_biases(parts.module, load)
+    assert imbalance(load) == [6.0, 1.0]
+    assert step[0][0] < 0 < step[0][1]
+
+
+@pytest.mark.parametrize(("family", "optimizer"), [("mixtral", "adamw"), ("deepseek_v3", "muon")])
+def test_models_with_experts_learn(family, optimizer):
+    train = {"steps": 20, "optimizer": optimizer, "global_batch": 4, "micro_batch": 4}
+    parts = toy_parts(toy_job(model=MODELS[family], train=train))
+    losses = [parts.step.run(step, iter([toy_batch([0, 1, 2, 3])]), 1).loss for step in range(20)]
+    assert losses[-1] < 0.8 * losses[0], losses
+
+
+def test_evaluation_neither_counts_nor_moves_anything():
+    parts = toy_parts(toy_job(model=DEEPSEEK))
+    with torch.no_grad():
+        parts.module(**toy_batch([5, 6]))
+    assert not any(r.bias.any() for r in routers(parts.module))
+    assert next(iter(run_steps(parts, 0, 1))).experts.dropped == 0
