@@ -121,7 +121,7 @@ def test_int8_rounds_to_even_and_is_symmetric() -> None:
 def test_scales_round_up_to_powers_of_two() -> None:
     for exponent in range(-126, 127):
         power = 2.0**exponent
-        x = torch.tensor([power, power * 1.0000002, power * 1.5, power * 1.9999998])
+        x = torch.tensor([power, power * (1 + 2.0**-23), power * 1.5, power * 1.9999998])
         want = [power, 2 * power, 2 * power, 2 * power]
         assert casts.round_up(x).tolist() == want
         assert casts.decode(casts.encode(x, E8M0), E8M0).tolist() == want

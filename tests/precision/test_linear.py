@@ -258,7 +258,8 @@ def test_delayed_scaling_survives_a_burst_that_breaks_it_unclamped() -> None:
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])
 @pytest.mark.parametrize("split", ["outputs", "inputs", "tokens"])
 def test_parts_with_a_reduced_amax_equal_the_whole(split: str, name: str) -> None:
-    """Tensor parallel by columns and by rows, and data parallel: two parts, each told the maximum over both (delayed scaling: in its first step)."""
+    """Tensor parallel by columns and by rows, data parallel: two parts, told the maximum over both (if delayed, in
+    the first step)."""
     x, w, g = _draw(64, 48), _draw(80, 48, seed=1), _draw(64, 80, seed=2)
     whole_x, whole_w = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = quant_linear(whole_x, whole_w, None, _call(numerics(name)))
@@ -292,14 +293,14 @@ def test_missing_pieces_are_named() -> None:
 def test_advance_between_forward_and_backward_changes_nothing() -> None:
     grads = []
     for early in (False, True):
-        layer = QuantLinear(_draw(48, 64) / 8, None, numerics("fp8-delayed"), name="a")
+        layer = QuantLinear(_draw(48, 64) / 8, None, replace(numerics("fp8-delayed"), choice="most_recent"), name="a")
         layer(_draw(32, 64)).backward(_draw(32, 48, seed=1))
         layer.advance()
         x = (_draw(32, 64, seed=2) * 9).requires_grad_()
         y = layer(x)
         if early:
             layer.advance()
-        y.backward(_draw(32, 48, seed=3))
+        y.backward(_draw(32, 48, seed=3) / 64)
         grads.append((x.grad, layer.weight.grad))
     assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
 
@@ -322,3 +323,27 @@ def test_promotion_is_what_a_narrow_accumulator_needs() -> None:
     plain, helped = (relative_error(promoted(a, b, bits=14, every=e), want) for e in (None, 128))
     assert helped < 1e-4 < 10 * helped < plain
     assert relative_error(promoted(a, b, bits=23, every=128), want) < 1e-6
+
+
+def test_fp4_rotates_wgrad_and_rounds_gradients_by_its_key() -> None:
+    n = numerics("nvfp4")
+    x, w, g = _draw(64, 48).requires_grad_(), _draw(80, 48, seed=1).requires_grad_(), _draw(64, 80, seed=2)
+    quant_linear(x, w, None, _call(n)).backward(g)
+    draws = keyed_generator(5)
+    dgrad = quantise(g, n.grad, generator=draws).dequantise() @ quantise(w, n.weight).dequantise()
+    left = quantise(hadamard(g.t().contiguous()), n.grad, generator=draws).dequantise()
+    wgrad = left @ quantise(hadamard(x.t().contiguous()), n.x).dequantise().t()
+    assert relative_error(x.grad, dgrad) < 1e-6 and relative_error(w.grad, wgrad) < 1e-6
+
+
+def test_a_step_starts_anew() -> None:
+    layer = QuantLinear(_draw(48, 64) / 8, None, numerics("nvfp4"), name="a")
+    grads = []
+    for _ in range(3):
+        x = _draw(32, 64).requires_grad_()
+        layer(x).backward(_draw(32, 48, seed=1))
+        assert layer.seen.all()
+        layer.advance()
+        assert not layer.seen.any()
+        grads.append(x.grad)
+    assert layer.step == 3 and not torch.equal(grads[0], grads[1]) and not torch.equal(grads[1], grads[2])

@@ -183,3 +183,19 @@ def test_wrong_operands_are_refused() -> None:
         quantise(torch.zeros(1, 2, 3), SCHEMES["row"])
     with pytest.raises(RequestError, match="float64"):
         quantise(torch.zeros(2, 3, dtype=torch.float64), SCHEMES["row"])
+
+
+def test_float16_is_scaled_in_float32() -> None:
+    """A scale of 2^-29 is no float16 number."""
+    x = torch.tensor([[1e-6, 0.0, -2e-7]], dtype=torch.float16)
+    for scheme in SCHEMES.values():
+        assert torch.equal(quantise(x, scheme).dequantise(), quantise(x.float(), scheme).dequantise())
+        assert quantise(x, scheme).dequantise()[0, 0] == pytest.approx(x[0, 0].item(), rel=0.2)
+
+
+def test_a_faint_block_beside_a_loud_one_keeps_what_it_can() -> None:
+    """NVFP4: its scale would round to zero in e4m3; the smallest one is taken."""
+    x = torch.ones(1, 32)
+    x[0, 16:] = 0.4 * 2.0**-9 * 6 * 2.0**-11
+    made = quantise(x, SCHEMES["nvfp4"])
+    assert made.scale.view(torch.uint8).tolist()[0][1] == 1 and made.dequantise()[0, 16:].all()
