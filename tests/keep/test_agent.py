@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -39,7 +40,8 @@ sys.exit(member.failed(Stopped("on request", step=n)))
 
 
 def workplace(folder: RunFolder) -> Path:
-    name = hashlib.sha256(str(folder.path).encode()).hexdigest()[:12]
+    held = (folder.path / "lock").stat()
+    name = hashlib.sha256(f"{held.st_dev}:{held.st_ino}".encode()).hexdigest()[:12]
     return short_temp_dir() / f"bessemer-{os.getuid()}" / name
 
 
@@ -259,6 +261,21 @@ def test_kill_9_of_the_agent_leaves_no_process_and_no_lock(tmp_path: Path) -> No
     assert run(job.model_copy(update={"train": job.train}), options(STEPS)) == 0
     assert [e["attempt"] for e in folder.events() if e["event"] == "start"] == [1, 2]
     assert not left.exists()
+
+
+def test_a_run_whose_folder_was_deleted_keeps_its_sockets(tmp_path: Path) -> None:
+    """Started again under the same name, a run must not clear the directory of the one that still goes on."""
+    job = job_in(tmp_path, steps=4000)
+    folder = RunFolder(job)
+    with AgentProcess(job, ENDLESS) as agent:
+        until(lambda: len(list(folder.metrics())) > 3, "some steps")
+        first = workplace(folder)
+        shutil.rmtree(folder.path)
+        assert run(job.model_copy(update={"train": job.train}), options(STEPS)) == 0
+        assert first.exists()
+        agent.signal(signal.SIGKILL)
+        agent.end()
+    shutil.rmtree(first)
 
 
 def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def run(job: Job, options: Options | None = None) -> int:
                 host=socket.gethostname(),
             )
             _prepare(options, journal)
-            with _workplace(folder) as place:
+            with _workplace(lock) as place:
                 return Agent(folder, journal, options, place, lock).run()
         finally:
             journal.close()
@@ -295,14 +295,15 @@ class Agent:
 
 
 @contextmanager
-def _workplace(folder: RunFolder) -> Iterator[Path]:
+def _workplace(lock: int) -> Iterator[Path]:
     """A directory for this run's sockets and the file in which the ranks meet; only this user can enter it.
 
-    Its name follows from the run folder, whose lock is held: so what an agent left that was killed is cleared by the
-    next start.
+    Its name follows from the run folder's lock file, which is held: so what a killed agent left is cleared by the next
+    start, and nobody else's is, not even where a run folder was deleted and made again under a run that still goes on.
     """
     base = private_dir(short_temp_dir() / f"bessemer-{os.getuid()}")
-    place = base / hashlib.sha256(str(folder.path).encode()).hexdigest()[:12]
+    held = os.fstat(lock)
+    place = base / hashlib.sha256(f"{held.st_dev}:{held.st_ino}".encode()).hexdigest()[:12]
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
     try:
