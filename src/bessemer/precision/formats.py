@@ -6,6 +6,7 @@ e8m0). int8 is symmetric (-128 is not used); its bias makes its steps 1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -39,7 +40,7 @@ class Format:
     @property
     def smallest(self) -> float:
         """The smallest positive value."""
-        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+        return math.ldexp(1.0, self.min_exponent - self.mantissa_bits)
 
 
 E4M3 = Format("e4m3", 8, 4, 3, 7, 448.0, torch.float8_e4m3fn, True)
@@ -53,7 +54,7 @@ FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0, INT8)}
 def value(fmt: Format, code: int) -> float:
     """What the code (0 to 2^bits - 1) stands for, by the definition of the format."""
     if fmt is E8M0:
-        return float("nan") if code == 255 else 2.0 ** (code - fmt.bias)
+        return float("nan") if code == 255 else math.ldexp(1.0, code - fmt.bias)
     if fmt is INT8:
         return float(code - 256 if code > 127 else code)
     sign = -1.0 if code >> (fmt.bits - 1) else 1.0
@@ -65,8 +66,8 @@ def value(fmt: Format, code: int) -> float:
         return float("nan")
     fraction = mantissa / 2**fmt.mantissa_bits
     if exponent == 0:
-        return sign * fraction * 2.0**fmt.min_exponent
-    return sign * (1 + fraction) * 2.0 ** (exponent - fmt.bias)
+        return sign * math.ldexp(fraction, fmt.min_exponent)
+    return sign * math.ldexp(1 + fraction, exponent - fmt.bias)
 
 
 @cache
