@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bessemer.plan.layer import Work
     from bessemer.plan.space import Layouts
 
-__all__ = ["MEMORY_LINES", "Memory", "StageParams", "memory_of", "stage_params"]
+__all__ = ["MEMORY_LINES", "Memory", "StageParams", "memory_of", "stage_lines", "stage_params"]
 
 MEMORY_LINES = (
     "weights",
@@ -153,9 +153,9 @@ def memory_of(lay: Layouts, d: Dims, w: Work, c: Constants, num_micro: Any) -> M
     )
     one = np.where(lay.pp == 1, 1.0, 0.0)
     stages = [
-        _stage(lay, d, w, c, (first, np.zeros_like(lay.pp), num_micro, 1.0, one)),
-        _stage(lay, d, w, c, (middle, np.minimum(1, lay.pp - 1), num_micro, 0.0, 0.0)),
-        _stage(lay, d, w, c, (last, lay.pp - 1, num_micro, one, 1.0)),
+        stage_lines(lay, d, w, c, (first, np.zeros_like(lay.pp), num_micro, 1.0, one)),
+        stage_lines(lay, d, w, c, (middle, np.minimum(1, lay.pp - 1), num_micro, 0.0, 0.0)),
+        stage_lines(lay, d, w, c, (last, lay.pp - 1, num_micro, one, 1.0)),
     ]
     totals = np.stack([np.sum([lines[k] for k in MEMORY_LINES], axis=0) for lines, _ in stages])
     totals[1] = np.where(lay.pp > 2, totals[1], 0.0)
@@ -168,7 +168,7 @@ def memory_of(lay: Layouts, d: Dims, w: Work, c: Constants, num_micro: Any) -> M
     )
 
 
-def _stage(
+def stage_lines(
     lay: Layouts, d: Dims, w: Work, c: Constants, at: tuple[Any, Any, Any, Any, Any]
 ) -> tuple[dict[str, Any], Any]:
     layers, rank, num_micro, is_first, is_last = at

@@ -116,15 +116,14 @@ def cell_dims(cells: Mapping[str, str], assumed: list[str]) -> Dims:
         assumed.append("ffn 4 x hidden")
     dense = get("dense_layers", 0)
     every = known.get("moe_every", 1)
-    latent = dict(re.findall(r"(\w+)=(\d+)", cells.get("mla", "")))
-    rank = {k: float(v) for k, v in latent.items()}
+    rank = {k: float(v) for k, v in re.findall(r"(\w+)=(\d+)", cells.get("mla", ""))}
     return Dims(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=heads if latent else kv,
-        qk_dim=rank.get("qk_nope", 0) + rank.get("qk_rope", 0) if latent else head_dim,
-        v_dim=rank.get("v", head_dim) if latent else head_dim,
+        kv_heads=heads if rank else kv,
+        qk_dim=rank.get("qk_nope", 0) + rank.get("qk_rope", 0) if rank else head_dim,
+        v_dim=rank.get("v", head_dim) if rank else head_dim,
         q_rank=rank.get("q_lora", 0),
         kv_rank=rank.get("kv_lora", 0),
         rope_dim=rank.get("qk_rope", 0),
@@ -140,7 +139,7 @@ def cell_dims(cells: Mapping[str, str], assumed: list[str]) -> Dims:
         top_k=get("topk", 0) if experts else 0,
         expert_ffn=moe_ffn if experts else 0,
         shared_ffn=(number(cells, "shared_expert_ffn") or known.get("shared_expert_ffn", 0)) if experts else 0,
-        top_groups=4 if latent and experts >= 256 else 0,
+        top_groups=4 if rank and experts >= 256 else 0,
         mtp_layers=_predictions(cells, name, layers),
         learned_positions=0,
         norm_params=1 if gated else 2,

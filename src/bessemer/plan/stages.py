@@ -10,7 +10,7 @@ from bessemer.plan.calibration import default_calibration, gpu_of
 from bessemer.plan.dims import dims_of
 from bessemer.plan.figures import Priced
 from bessemer.plan.layer import Work
-from bessemer.plan.memory import _stage as stage_lines
+from bessemer.plan.memory import stage_lines
 from bessemer.plan.pipeline import stage_layers
 from bessemer.plan.replayed import passes_of
 
