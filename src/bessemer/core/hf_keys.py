@@ -26,10 +26,10 @@ return_dict return_dict_in_generate sep_token_id summary_activation summary_firs
 summary_type summary_use_proj task_specific_params tf_legacy_loss tokenizer_class torch_dtype torchscript
 transformers_version unk_token_id unsloth_version use_bfloat16 use_cache use_return_dict bad_words_ids
 begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
-exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size
-num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
-suppress_tokens temperature top_k top_p typical_p attention_dropout attn_pdrop embd_pdrop resid_pdrop
-hidden_dropout
+exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+repetition_penalty suppress_tokens temperature top_k top_p typical_p attention_dropout attn_pdrop embd_pdrop
+resid_pdrop hidden_dropout
 """
 HARMLESS = frozenset(_BOOKKEEPING.split())
 """Keys of a config.json that are read over. Dropout is among them because a checkpoint's function has none: it only
