@@ -133,6 +133,20 @@ def test_dense_layers_of_a_sparse_model():
     assert [v3.is_moe_layer(i) for i in (0, 2, 3, 60)] == [False, False, True, True]
 
 
+def test_how_experts_and_predictions_are_trained():
+    """Keys of our own, which transformers carries along; absent they take the defaults and aren't written."""
+    plain = config_from_spec(preset("deepseek-v3"))
+    own = {"router_z_loss_coef": 0.001, "router_bias_rate": 0.005, "mtp_loss_weight": 0.1}
+    assert not own.keys() & plain.keys()
+    spec = spec_from_config({**plain, **own})
+    assert (spec.moe.z_loss_coef, spec.moe.bias_rate, spec.mtp_loss_weight) == (0.001, 0.005, 0.1)
+    assert config_from_spec(spec) == {**plain, **own}
+    assert preset("deepseek-v3").moe.bias_rate == 0.001
+    mixtral = config_from_spec(preset("mixtral-8x7b"))
+    assert spec_from_config({**mixtral, "router_z_loss_coef": 0.01}).moe.z_loss_coef == 0.01
+    assert one_problem({**mixtral, "router_bias_rate": 0.01}).where == "model.router_bias_rate"
+
+
 def test_biases_by_family():
     assert spec_from_config({**LLAMA, "attention_bias": True}).o_bias
     qwen2 = spec_from_config({**LLAMA, "model_type": "qwen2"})

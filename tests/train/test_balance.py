@@ -6,6 +6,7 @@ from train.toy import DEEPSEEK, MODELS, run_steps, toy_batch, toy_job, toy_parts
 
 from bessemer.models.moe import routers
 from bessemer.train.balance import imbalance, move_selection_biases
+from bessemer.train.optim import Muon
 
 SIXTEEN = DEEPSEEK | {
     "hidden_size": 16,
@@ -62,6 +63,21 @@ def test_models_with_experts_learn(family, optimizer):
     parts = toy_parts(toy_job(model=MODELS[family], train=train))
     losses = [parts.step.run(step, iter([toy_batch([0, 1, 2, 3])]), 1).loss for step in range(20)]
     assert losses[-1] < 0.8 * losses[0], losses
+
+
+def test_muon_updates_each_experts_matrix_by_itself():
+    weight = torch.nn.Parameter(torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1)))
+    gradient = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(2))
+    apart = [torch.nn.Parameter(matrix.clone()) for matrix in weight.detach()]
+    rows = {weight: [(0, 3)], **{p: [(0, 8)] for p in apart}}
+    muon = Muon([weight, *apart], rows, lr=0.1, momentum=0.9, weight_decay=0.0)
+    for param, grad in ((weight, gradient), *zip(apart, gradient, strict=True)):
+        muon.state[param]["momentum"] = torch.zeros_like(param)
+        param.grad = grad.clone()
+    before = weight.detach().clone()
+    muon.step()
+    assert all(torch.equal(ours, alone) for ours, alone in zip(weight.detach(), apart, strict=True))
+    assert (weight - before).norm() > 0.1
 
 
 def test_evaluation_neither_counts_nor_moves_anything():

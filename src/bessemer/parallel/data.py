@@ -151,7 +151,7 @@ class Sharded:
         reshard = kind == "full"
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         shard_axis = mesh.axes["shard"]
-        for block in module.blocks:  # type: ignore[union-attr]
+        for block in (*module.blocks, *module.mtp):  # type: ignore[misc]
             fully_shard(block, mesh=shard_axis, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(module, mesh=shard_axis, reshard_after_forward=reshard, mp_policy=policy)
         for index, part in enumerate(self._parts()):

@@ -70,7 +70,12 @@ class Muon(torch.optim.Optimizer):
                 local(param).add_(update, alpha=-group["lr"])
 
     def _update(self, param: nn.Parameter, direction: torch.Tensor) -> torch.Tensor:
-        """The orthogonalised rows of `direction` that this rank holds."""
+        """The orthogonalised rows of `direction` that this rank holds; of a stack of experts each matrix by itself,
+        of which none is cut by sharding."""
+        if param.ndim == 3:
+            stack = local(direction)
+            scale = max(1.0, param.size(1) / param.size(2)) ** 0.5
+            return torch.stack([orthogonalise(matrix) * scale for matrix in stack]) if len(stack) else stack
         whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
         result = torch.empty_like(whole)
         for row, rows in self._matrices[param]:
@@ -101,7 +106,8 @@ class Optimizer:
 
     def __init__(self, module: nn.Module, train: TrainSection) -> None:
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        hidden = {n for n, p in named if train.optimizer == "muon" and n.startswith("blocks.") and p.ndim == 2}
+        inner = ("blocks.", "mtp.")
+        hidden = {n for n, p in named if train.optimizer == "muon" and n.startswith(inner) and p.ndim >= 2}
         decayed = [p for n, p in named if n not in hidden and p.ndim >= 2]
         spared = [p for n, p in named if n not in hidden and p.ndim < 2]
         self.params = dict(named)
