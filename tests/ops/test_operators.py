@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bessemer import ops
+from bessemer.runtime.kernels import KernelSample
 
 SEED = 5
 TYPES = [torch.float32, torch.bfloat16]
@@ -103,6 +104,20 @@ def test_attend(dtype, dim, mask):
         rand(batch, 2, seq, dim, dtype=dtype, seed=3),
     )
     both(lambda a, b, c: ops.attend(a, b, c, starts), [q, k, v], dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("documents", [False, True])
+def test_attend_with_narrower_values(dtype, documents):
+    batch, seq = SEGMENTS.shape
+    starts = ops.first_keys(SEGMENTS, batch, seq, None) if documents else None
+    q, k, v = (rand(batch, 3, seq, width, dtype=dtype, seed=width) for width in (24, 24, 10))
+    both(lambda a, b, c: ops.attend(a, b, c, starts), [q, k, v], dtype)
+    assert ops.attend(q, k, v, starts).shape == (batch, seq, 3, 10)
+    with KernelSample() as sample:
+        ops.attend(q, k, v, starts)
+    assert list(sample.flops.values()) == [2 * batch * 3 * seq * (seq + 1) / 2 * (24 + 10)]
 
 
 def test_first_keys_say_documents_and_windows():

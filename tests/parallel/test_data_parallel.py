@@ -142,6 +142,7 @@ LAYOUTS = {
     "mixtral dp2 replicas": job_of(2, "mixtral"),
     "mixtral dp2 full": job_of(2, "mixtral", dp_shard="full"),
     "deepseek_v3 dp2 replicas": job_of(2, "deepseek_v3"),
+    "deepseek_v3 dp2 optimizer": job_of(2, "deepseek_v3", dp_shard="optimizer"),
     "deepseek_v3 dp2 gradient": job_of(2, "deepseek_v3", dp_shard="gradient"),
     "deepseek_v3 dp4 two replicas of full shards": job_of(4, "deepseek_v3", dp_shard="full", replicas=2),
 }

@@ -93,7 +93,7 @@ class LatentAttention(nn.Module):
     def _expanded(
         self, q_nope: Tensor, q_rope: Tensor, latent_BSC: Tensor, k_rope: Tensor, starts: Tensor | None
     ) -> Tensor:
-        """The training form -> [B, S, H, V]. The kernels take heads of one width: the narrower side is padded."""
+        """The training form -> [B, S, H, V]. The kernels take values as wide as keys or narrower."""
         nope, value = self.mla.qk_nope_head_dim, self.mla.v_head_dim
         keys_values = self.kv_b(latent_BSC).unflatten(-1, (self.heads, nope + value))
         k_nope, v = keys_values.split((nope, value), -1)
@@ -101,8 +101,8 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, k_rope.expand(-1, -1, self.heads, -1)), -1)
         width = max(self.head_dim, value)
         q = q * (self.scale * math.sqrt(width))  # the kernels divide by the square root of the width
-        q, k, v = (F.pad(t, (0, width - t.shape[-1])).transpose(1, 2) for t in (q, k, v))
-        return ops.attend(q, k, v, starts)[..., :value]
+        q, k = (F.pad(t, (0, width - self.head_dim)) for t in (q, k))
+        return ops.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), starts)
 
     def _cached(self, q_nope: Tensor, q_rope: Tensor, latent_BSC: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
         """The generation form -> [B, S, H, V]; a first call, which meets no older token, takes the training form."""

@@ -154,6 +154,7 @@ split_heads = register("split_heads", reference=_split_reference, native=_split_
 def _attend_reference(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, starts_BS: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(E)) v over the visible keys -> [B, S, H, E]; query heads share key/value heads in groups.
 
+    Values may be narrower than keys (latent attention); the result is then as wide as they.
     Through torch's scaled_dot_product_attention: its causal path when starts_BS is None, else an explicit mask.
     """
     if starts_BS is None:
@@ -170,15 +171,21 @@ def attend_masked(q_BHSE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, mask: Tensor) 
     return out.transpose(1, 2)
 
 
+def _as_wide(x: Tensor, width: int) -> Tensor:
+    """Contiguous, filled up with zeros to `width`: the kernel has one width for keys and values."""
+    return x.contiguous() if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         batch, heads, seq, dim = q.shape
+        ctx.value_dim, v_shape = v.shape[-1], v.shape
+        q, k, v = q.contiguous(), k.contiguous(), _as_wide(v, dim)
         out = q.new_empty(batch, seq, heads, dim)
         lse = torch.empty(batch, heads, seq, dtype=torch.float32)
         sizes = (batch, heads, k.shape[1], seq, dim, dim**-0.5)
-        with native_kernel("attend", q.dtype, lambda: attention_flops(q.shape, k.shape, v.shape, causal=True)):
+        with native_kernel("attend", q.dtype, lambda: attention_flops(q.shape, k.shape, v_shape, causal=True)):
             native.library().bessemer_attend(
                 *(_pointer(t) for t in (q, k, v)),
                 q.dtype == torch.bfloat16,
@@ -188,16 +195,17 @@ class _Attend(torch.autograd.Function):
             )
         ctx.save_for_backward(q, k, v, out, lse, starts)
         ctx.sizes = sizes
-        return out
+        return out if ctx.value_dim == dim else out[..., : ctx.value_dim]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse, starts = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        grad = grad.contiguous()
+        v_shape = (*v.shape[:-1], ctx.value_dim)
+        grad = _as_wide(grad, q.shape[-1])
         with native_kernel(
-            "attend_backward", q.dtype, lambda: 2 * attention_flops(q.shape, k.shape, v.shape, causal=True)
+            "attend_backward", q.dtype, lambda: 2 * attention_flops(q.shape, k.shape, v_shape, causal=True)
         ):
             native.library().bessemer_attend_backward(
                 *(_pointer(t) for t in (grad, q, k, v, out, lse)),
@@ -206,11 +214,11 @@ class _Attend(torch.autograd.Function):
                 *ctx.sizes,
                 native.threads(),
             )
-        return dq, dk, dv, None
+        return dq, dk, dv[..., : ctx.value_dim], None
 
 
 def _attend_fits(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, starts_BS: Tensor | None) -> bool:
-    square = q_BHSE.shape[2] == k_BKSE.shape[2] and q_BHSE.numel() > 0 and k_BKSE.shape == v_BKSE.shape
+    square = q_BHSE.shape[2] == k_BKSE.shape[2] and q_BHSE.numel() > 0 and v_BKSE.shape[3] <= k_BKSE.shape[3]
     return square and native_fits(q_BHSE, k_BKSE, v_BKSE) and q_BHSE.dtype == k_BKSE.dtype == v_BKSE.dtype
 
 
