@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bessemer.core.counts import parameter_counts
+from bessemer.core.counts import flops_per_token, parameter_counts
 from bessemer.core.model import MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from bessemer.core.presets import preset
 from bessemer.models.build import build
@@ -12,6 +12,7 @@ from bessemer.models.canonical import load_state, pieces, state
 from bessemer.models.hf import export_hf, import_hf
 from bessemer.models.moe import expert_load, routers
 from bessemer.models.router import balance_loss, choose, gates, scores, z_loss
+from bessemer.runtime.kernels import KernelSample
 
 VOCAB, SEQ, BATCH = 53, 16, 3
 MOE = MoeSpec(num_experts=6, top_k=2, expert_ffn_size=24, norm_top_k=True)
@@ -212,6 +213,17 @@ def test_packed_documents_equal_separate_ones(name):
     torch.testing.assert_close(loss, apart[0][0] + apart[1][0], rtol=2e-6, atol=0)
     for n, g in packed.items():
         assert (apart[0][2][n] + apart[1][2][n] - g).abs().max() <= 2e-5 * max(g.abs().max(), 1e-3), n
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*SPECS, "dense"])
+def test_the_flops_of_a_step_are_those_of_the_closed_form(name, dtype):
+    """Every product is counted, whichever kernel it takes: routers, experts of any load, latent attention, MTP."""
+    spec = SPECS.get(name, MIXTRAL.model_copy(update={"moe": None}))
+    model = build(spec, seed=2, compute_dtype=dtype)
+    with KernelSample() as sample:
+        model(*batch())[0].backward()
+    assert sum(sample.flops.values()) == flops_per_token(spec, SEQ).training * BATCH * SEQ
 
 
 # --- multi-token prediction

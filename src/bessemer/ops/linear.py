@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer.ops.registry import native_fits
+from bessemer.runtime.kernels import native_kernel
 
 __all__ = ["linear", "product"]
 
@@ -54,7 +55,8 @@ def product(a_TI: Tensor, b_IO: Tensor, out: Tensor | None = None) -> Tensor:
     onednn = a_TI.dtype == torch.float32 and a_TI.device.type == "cpu" and a_TI.shape[0] >= _FEW_ROWS
     if not (onednn and torch.backends.mkldnn.is_available()):
         return torch.mm(a_TI, b_IO, out=out)
-    made = torch.ops.mkldnn._linear_pointwise(a_TI, b_IO.t(), None, "none", [], "")
+    with native_kernel("linear", a_TI.dtype, lambda: 2.0 * a_TI.numel() * b_IO.shape[1]):
+        made = torch.ops.mkldnn._linear_pointwise(a_TI, b_IO.t(), None, "none", [], "")
     return made if out is None else out.copy_(made)
 
 
