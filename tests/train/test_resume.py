@@ -98,3 +98,77 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
         (tmp_path / "corpus" / f"more_{number}.py").write_text(f"x = {number}\n" * 50)
     again = train(small_job(tmp_path, train={"steps": 6}))
     assert again[0]["ended"].startswith("other-data"), again[0]["ended"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["optimizer", "gradient", "full"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_sharding_evaluates_saves_and_ends_as_one_process_does(tmp_path: Path, kind: str, replicas: int) -> None:
+    """An evaluation leaves nothing gathered: the saves after it are whole, and the run's end is another's start."""
+    fields = {"train": {"steps": 6, "eval_every": 2, "global_batch": 16}, "keep": {"every": 2}}
+    (tmp_path / "one").mkdir()
+    (tmp_path / "many").mkdir()
+    one = train(small_job(tmp_path / "one", **fields))
+    layout = {"dp": 2 * replicas, "dp_shard": kind}
+    many = small_job(tmp_path / "many", **fields | {"keep": {"every": 2, "replicas": replicas}, "layout": layout})
+    results = train(many)
+    assert [r["ended"] for r in results] == [""] * (2 * replicas)
+    for a, b in zip(one[0]["metrics"], results[0]["metrics"], strict=True):
+        assert abs(a["loss"] - b["loss"]) < 5e-6
+        assert a["samples"] == b["samples"]
+        assert ("val_loss" in a) == ("val_loss" in b)
+        assert abs(a.get("val_loss", 0) - b.get("val_loss", 0)) < 5e-6
+    again = train(small_job(tmp_path / "many", **fields))
+    assert again[0]["metrics"] == []
+    close = one[0]["state"]
+    assert again[0]["state"].keys() == close.keys()
+    assert max(float((again[0]["state"][n] - t).abs().max()) for n, t in close.items()) < 5e-5
+
+
+def test_published_weights_are_where_a_run_starts(tmp_path: Path) -> None:
+    """model.weights, whole and sharded: the first loss is that of the run that wrote them."""
+    from bessemer.models.hf import export_hf
+    from bessemer.train.opened import open_trained
+
+    (tmp_path / "first").mkdir()
+    job = small_job(tmp_path / "first", train={"steps": 3})
+    train(job)
+    trained = open_trained(job.run.folder)
+    names = [n for n in trained.checkpoint.names() if not n.startswith("optim.")]
+    export_hf(trained.spec, ((n, trained.checkpoint.read_tensor(n)) for n in names), tmp_path / "hf")
+    found = []
+    for number, layout in enumerate(({"dp": 1}, {"dp": 2, "dp_shard": "full"})):
+        folder = tmp_path / f"next-{number}"
+        folder.mkdir()
+        model = job.model.model_dump() | {"weights": str(tmp_path / "hf")}
+        results = train(small_job(folder, model=model, layout=layout, train={"steps": 2}))
+        assert results[0]["ended"] == ""
+        found.append(results[0]["metrics"][0]["loss"])
+    assert abs(found[0] - found[1]) < 5e-6
+    fresh = train(
+        small_job(tmp_path / "first", run={"name": "fresh", "dir": str(tmp_path / "runs")}, train={"steps": 2})
+    )
+    assert fresh[0]["metrics"][0]["loss"] - found[0] > 0.05, "three steps must have taught it something"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"), [({"seed": 99, "steps": 6}, "other-seed"), ({"steps": 3}, "beyond-the-end")]
+)
+def test_a_named_checkpoint_must_fit_the_job(tmp_path: Path, fields: dict[str, int], code: str) -> None:
+    first = small_job(tmp_path, train={"steps": 4})
+    train(first)
+    named = str(first.run.folder / "checkpoints" / "step-4")
+    other = small_job(tmp_path, run={"name": "other", "dir": str(tmp_path / "runs"), "resume": named}, train=fields)
+    assert train(other)[0]["ended"].startswith(code)
+
+
+def test_a_named_checkpoint_is_saved_in_the_new_run_too(tmp_path: Path) -> None:
+    """Even when nothing is left to train: the new run folder must hold what it says it finished."""
+    first = small_job(tmp_path, train={"steps": 4})
+    train(first)
+    named = str(first.run.folder / "checkpoints" / "step-4")
+    other = small_job(
+        tmp_path, run={"name": "other", "dir": str(tmp_path / "runs"), "resume": named}, train={"steps": 4}
+    )
+    assert train(other)[0]["ended"] == ""
+    assert (other.run.folder / "checkpoints" / "step-4" / "manifest.json").exists()

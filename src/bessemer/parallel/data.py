@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bessemer.parallel.mesh import Mesh
 
-__all__ = ["DataParallel", "ReplicaSum", "Replicated", "Sharded", "data_parallel"]
+__all__ = ["DataParallel", "ReplicaSum", "Replicated", "Sharded", "data_parallel", "drop_gathered"]
 
 BUCKET_BYTES = 8 << 20
 """Gradients are reduced in buckets of at least this size: large enough for the link's bandwidth, small enough that
@@ -201,3 +201,10 @@ def data_parallel(module: nn.Module, mesh: Mesh, dp_shard: str) -> DataParallel:
     if mesh.shard > 1:
         return Sharded(module, mesh, dp_shard, replica_sum)
     return Replicated(module, replica_sum)
+
+
+def drop_gathered(module: nn.Module) -> None:
+    """Let go of parameters that forward passes without a backward pass left gathered: an evaluation's, say."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

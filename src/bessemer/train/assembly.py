@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
 from bessemer.models.build import build
+from bessemer.models.hf import import_hf
 from bessemer.parallel.data import DataParallel, data_parallel
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.diagnosis import stop_non_finite
@@ -37,10 +39,12 @@ class Assembly:
 
 
 def assemble(job: Job, spec: ModelSpec, mesh: Mesh) -> Assembly:
-    """Build the model of `job` from its seed, lay it over `mesh` and give it an optimizer with zero state."""
+    """Build the model of `job` from its seed or `model.weights`, lay it over `mesh` and give it an optimizer."""
     dtype = COMPUTE_DTYPES[job.precision.recipe]
     module = build(spec, seed=job.train.seed, device=mesh.device, compute_dtype=dtype)
+    if job.model.weights is not None:
+        import_hf(module, Path(job.model.weights).expanduser())  # while it is whole; a checkpoint replaces it later
     parallel = data_parallel(module, mesh, job.layout.dp_shard)
     optimizer = Optimizer(module, job.train)
-    step = Step(job, mesh, parallel, optimizer, on_bad=partial(stop_non_finite, mesh, parallel))
+    step = Step(job, mesh, parallel, optimizer, on_bad=partial(stop_non_finite, job, mesh, parallel))
     return Assembly(job, spec, mesh, module, parallel, optimizer, step)

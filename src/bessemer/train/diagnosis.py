@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bessemer.core.errors import NonFinite
+from bessemer.core.job import Job
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.optim import local
@@ -16,7 +17,7 @@ from bessemer.train.step import Batch, Contribution
 __all__ = ["stop_non_finite"]
 
 
-def stop_non_finite(mesh: Mesh, parallel: DataParallel, step: int, mine: Contribution) -> None:
+def stop_non_finite(job: Job, mesh: Mesh, parallel: DataParallel, step: int, mine: Contribution) -> None:
     """Raise `NonFinite` on every rank, naming the guilty rank and its first bad tensor. `step` counts from 0.
 
     A bad parameter explains a bad activation, which explains a bad gradient; so the rank with the earliest cause
@@ -28,10 +29,10 @@ def stop_non_finite(mesh: Mesh, parallel: DataParallel, step: int, mine: Contrib
     found = mesh.sum_over_world(ranks).tolist()
     guilty = found.index(max(found))
     text = mesh.broadcast_text(text, guilty)
+    first, last = job.samples_before(step), job.samples_before(step + 1) - 1
     raise NonFinite(
-        f"{text}; nothing was updated",
-        fix="lower train.lr or raise train.warmup_steps; look at the samples of this step in metrics.jsonl; "
-        "the newest checkpoint is from before it",
+        f"{text} (samples {first} to {last}); nothing was updated",
+        fix="a lower train.lr or more train.warmup_steps, or look at these samples; what is saved is from before",
         rank=guilty,
         step=step + 1,
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from bessemer.data import Batch as NumpyBatch
 from bessemer.data import Dataset
+from bessemer.parallel.data import drop_gathered
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.step import Batch
 
@@ -60,6 +61,7 @@ def evaluate(module: nn.Module, dataset: Dataset, mesh: Mesh, *, sequences: int,
             if mine < len(batches):
                 sums += torch.stack([loss_sum.double(), weight_sum.double()])
     module.train(training)
+    drop_gathered(module)
     loss_sum, weight = mesh.sum_over_world(sums).tolist()
     loss = loss_sum / weight
     return Evaluation(loss, round(weight), len(ids), loss / math.log(2) / dataset.bytes_per_token)

@@ -72,7 +72,8 @@ class Loop:
         """Go on from the newest state to the job's last step. Raises `Stopped` after a requested stop was saved."""
         restored = restore(self.parts, self.run_folder, self.train_data.fingerprint)
         self._event("loaded", step=restored.step, path=restored.path, why=restored.why)
-        saved = restored.step if restored.path is not None else -1
+        own = restored.path is not None and self.run_folder in Path(restored.path).parents
+        saved = restored.step if own else -1  # one that was named lies in another run's folder
         self.saver.reserve(self._owned(), self._meta(restored.step))
         step, steps = restored.step, self.job.train.steps
         batches = self._batches(step)

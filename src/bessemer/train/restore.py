@@ -12,7 +12,6 @@ import torch
 from bessemer.core.errors import CheckpointError
 from bessemer.core.job import Job
 from bessemer.keep.checkpoint import Checkpoint, CheckpointFolder
-from bessemer.models.hf import import_hf
 from bessemer.train.assembly import Assembly
 from bessemer.train.state import state_names, state_slices
 
@@ -53,7 +52,6 @@ def restore(parts: Assembly, run_folder: Path, data_fingerprint: str) -> Restore
     choice = json.loads(mesh.broadcast_text(json.dumps(_choose(job, run_folder) if mesh.rank == 0 else {})))
     if choice["path"] is None:
         if job.model.weights is not None:
-            import_hf(parts.module, Path(job.model.weights))
             return Restored(0, job.model.weights, "the job's weights; no step of this run is saved yet")
         return Restored(0, None, choice["why"])
     with Checkpoint.open(Path(choice["path"])) as checkpoint:
@@ -72,7 +70,7 @@ def _choose(job: Job, run_folder: Path) -> dict[str, str | None]:
     if found.checkpoint is not None:
         return {"path": str(found.checkpoint.path), "why": found.why}
     if job.run.resume not in ("auto", "never"):
-        checkpoint = folder.open(Path(job.run.resume))
+        checkpoint = folder.open(Path(job.run.resume).expanduser())
         return {"path": str(checkpoint.path), "why": "named by run.resume"}
     return {"path": None, "why": found.why}
 
@@ -86,6 +84,20 @@ def _check_meta(meta: dict[str, Any], job: Job, data_fingerprint: str, path: str
             code="other-data",
             fix="restore the corpus and the [data] fields, or start a new run from its weights: "
             "bessemer export, then model.weights = FOLDER",
+        )
+    if meta["seed"] != job.train.seed:
+        raise CheckpointError(
+            f"{path} was trained with train.seed = {meta['seed']}, this job has {job.train.seed}: the order of the "
+            "samples follows from it, so its cursor would point at other samples",
+            code="other-seed",
+            fix=f"train.seed = {meta['seed']}, or start a new run from its weights: bessemer export, then "
+            "model.weights = FOLDER",
+        )
+    if int(meta["step"]) > job.train.steps:
+        raise CheckpointError(
+            f"{path} stands at step {meta['step']}, beyond the {job.train.steps} steps of this job",
+            code="beyond-the-end",
+            fix=f"train.steps above {meta['step']}, or an earlier checkpoint",
         )
     cursor, expected = int(meta["cursor"]), job.samples_before(int(meta["step"]))
     if cursor != expected:

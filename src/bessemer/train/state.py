@@ -24,7 +24,8 @@ OPTIMIZER_PREFIX = "optim."
 
 def state_slices(module: nn.Module, optimizer: Optimizer | None) -> list[Slice]:
     """Every slice of parameters and optimizer state that this rank holds; the tensors are views, not copies."""
-    slices = slices_of(module, dict(module.named_parameters()))
+    # the optimizer's parameters are the sharded ones, whatever a forward pass has left gathered in the module
+    slices = slices_of(module, dict(module.named_parameters()) if optimizer is None else optimizer.params)
     for kind, named in optimizer.state_tensors().items() if optimizer is not None else ():
         slices += slices_of(module, named, f"{OPTIMIZER_PREFIX}{kind}/")
     return slices
@@ -40,13 +41,12 @@ def state_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
 
 def slices_of(module: nn.Module, named: Mapping[str, torch.Tensor], prefix: str = "") -> list[Slice]:
     """`named` tensors, each of the shape and sharding of the parameter of that name, as canonical slices."""
-    params = dict(module.named_parameters())
     slices: list[Slice] = []
     for piece in pieces(module):
         tensor = named.get(piece.param)
         if tensor is None:
             continue
-        first, count = local_rows(params[piece.param])
+        first, count = local_rows(tensor)
         start, stop = max(first, piece.row), min(first + count, piece.row + piece.rows)
         if start >= stop:
             continue
