@@ -29,7 +29,10 @@ import sys
 from bessemer.core.job_file import load_job
 from bessemer.keep.agent import Options, Timeouts, run
 job = load_job(sys.argv[1])
-options = Options(command=(sys.executable, "-c", sys.argv[2]), vault=None, timeouts=Timeouts(grace_s=1, stop_s=20))
+found = {}
+exec(sys.argv[3], found)
+options = Options(command=(sys.executable, "-c", sys.argv[2]), vault=None, timeouts=Timeouts(grace_s=1, stop_s=20),
+                  prepare=found.get("prepare"))
 sys.exit(run(job, options))
 """
 
@@ -56,14 +59,15 @@ def options(body: str, **timeouts: float) -> Options:
 class AgentProcess:
     """An agent in a process of its own, for tests that send it signals. Ended by force at the end of the test."""
 
-    def __init__(self, job: Job, body: str) -> None:
+    def __init__(self, job: Job, body: str, prepare: str = "") -> None:
+        """`prepare` may define `prepare(printer)`, which the agent calls before the ranks."""
         from bessemer.core.job_file import dump_job
 
         self.folder = job.run.folder
         job_file = self.folder.parent / "job.toml"
         job_file.write_text(dump_job(job))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", AGENT, str(job_file), script(body)],
+            [sys.executable, "-c", AGENT, str(job_file), script(body), prepare],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

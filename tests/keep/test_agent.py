@@ -160,8 +160,9 @@ except Exception as error:
     assert "rank_lost" not in events(RunFolder(job))
 
 
-def test_a_wrong_request_found_by_a_rank_exits_2(tmp_path: Path) -> None:
-    body = "from bessemer.core.errors import RequestError\nsys.exit(member.failed(RequestError('no such', code='x')))"
+@pytest.mark.parametrize("kind", ["RequestError", "DataError"])
+def test_a_wrong_request_found_by_a_rank_exits_2(tmp_path: Path, kind: str) -> None:
+    body = f"from bessemer.core.errors import {kind}\nsys.exit(member.failed({kind}('no such', code='x')))"
     assert run(job_in(tmp_path), options(body)) == 2
 
 

@@ -67,6 +67,10 @@ def test_the_clock(seconds: float, text: str) -> None:
         ({"event": "eval", "step": 3, "loss": 4.5, "bits_per_byte": 1.5}, "step 3  val loss 4.5000  bits/byte 1.5000"),
         ({"event": "machine", "peak_flops": {"bf16": 1.2e12}, "kind": "measured"}, "peak bf16 1.20 TFLOP/s (measured)"),
         ({"event": "warning", "message": "odd", "rank": 2}, "odd (rank 2)"),
+        (
+            {"event": "operators", "path": "reference", "why": "no C++ compiler"},
+            "torch's operators are used, the faster native kernels are not: no C++ compiler",
+        ),
     ],
 )
 def test_events_that_people_see(event: dict[str, object], text: str) -> None:
@@ -77,3 +81,4 @@ def test_events_that_people_see(event: dict[str, object], text: str) -> None:
 
 def test_other_events_are_not_printed() -> None:
     assert event_line({"event": "kernels", "step": 3}) is None
+    assert event_line({"event": "operators", "path": "native", "why": ""}) is None

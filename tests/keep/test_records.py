@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bessemer.core.errors import DataError
+from bessemer.core.errors import CheckpointError, DataError
 from bessemer.keep.records import RecordWriter, cut_records, read_records, write_atomically
 
 
@@ -77,7 +77,8 @@ def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left") as caught:
         write_atomically(path, "new")
+    assert (caught.value.code, caught.value.fix) == ("disk-full", f"free space on its disk: `df -h {tmp_path}`")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["f"]

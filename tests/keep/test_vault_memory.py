@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import pytest
 
@@ -101,3 +102,14 @@ def test_a_generation_that_is_not_what_it_is_said_to_be_is_not_written(tmp_path)
     assert not copy.busy and not steps.busy and told == []
     steps.close()
     memory.close()
+
+
+def test_a_limit_of_file_sizes_is_named_as_the_cause():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600 << 10, hard))
+    try:
+        with pytest.raises(CheckpointError, match="File too large") as caught:
+            Memory.create(Geometry(4096, 4096, 1 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (caught.value.code, caught.value.fix) == ("no-memory", "ulimit -f unlimited")

@@ -5,7 +5,7 @@
     |  |- ConfigError        one or more problems in the job, model or machine (carries them)
     |  |- MissingExtra       an optional dependency is not installed
     |  `- RunFolderError     the run folder is in use, or belongs to another job
-    |- DataError             a corpus, tokenizer or token shard can't be used
+    |- DataError             exit 2: a corpus, tokenizer or token shard can't be used
     |- CheckpointError       a checkpoint can't be written, or none can be read
     |- PeerLost              a rank of the run died or fell silent
     |- NonFinite             a loss, gradient or tensor is NaN or infinite
@@ -100,6 +100,7 @@ class RunFolderError(RequestError):
 
 
 class DataError(BessemerError):
+    exit_code = 2  # what the job names as its data is part of the request, and is read before anything starts
     code = "data"
 
 

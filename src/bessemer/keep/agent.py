@@ -8,6 +8,7 @@ wish on; when the agent is killed the kernel ends the ranks, and the vault ends 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -22,14 +23,14 @@ from pathlib import Path
 
 from bessemer.core.errors import BessemerError, RequestError
 from bessemer.core.job import Job
-from bessemer.keep.hub import Hub, Wishes, signals_into
+from bessemer.keep.hub import Hub, Interrupted, Wishes, signals_into, signals_raise
 from bessemer.keep.journal import Journal
-from bessemer.keep.process import Child, exit_text, usable_cores
+from bessemer.keep.process import Child, usable_cores
 from bessemer.keep.progress import Printer
 from bessemer.keep.reception import RankState, Reception
 from bessemer.keep.run_folder import RunFolder, short_path
 from bessemer.keep.vault_host import VaultHost
-from bessemer.keep.verdict import Ending
+from bessemer.keep.verdict import Ending, stopped_early
 from bessemer.keep.wire import private_dir, short_temp_dir
 
 __all__ = ["Agent", "Options", "Timeouts", "run"]
@@ -89,7 +90,9 @@ def run(job: Job, options: Options | None = None) -> int:
                 attempt=claimed["attempt"],
                 host=socket.gethostname(),
             )
-            _prepare(options, journal)
+            code = _prepare(options, journal)
+            if code is not None:
+                return code
             with _workplace(lock) as place:
                 return Agent(folder, journal, options, place, lock).run()
         finally:
@@ -98,14 +101,29 @@ def run(job: Job, options: Options | None = None) -> int:
         folder.unlock()
 
 
-def _prepare(options: Options, journal: Journal) -> None:
-    """What comes before the ranks; a failure there ends the attempt in the records too."""
-    try:
-        if options.prepare is not None:
-            options.prepare(journal.printer)
-    except BessemerError as error:
-        journal.event("failed", code=error.code, message=error.message, rank=error.rank, step=journal.step)
-        raise
+def _prepare(options: Options, journal: Journal) -> int | None:
+    """What comes before the ranks; a failure there ends the attempt in the records too. Returns the exit code where a
+    signal broke it off, which it may do anywhere, since tokenising goes on behind its finished shards."""
+
+    def stopped(name: str) -> int:
+        journal.event("stop_requested", signal=name)
+        return stopped_early(journal, "while the data was prepared", _again(options, journal.folder))
+
+    with signals_raise() as wishes:
+        try:
+            if options.prepare is not None:
+                with contextlib.suppress(Interrupted):
+                    options.prepare(journal.printer)
+        except BessemerError as error:
+            journal.event("failed", code=error.code, message=error.message, rank=error.rank, step=journal.step)
+            raise
+        if wishes.names:
+            return stopped(wishes.names[0])
+    return stopped(wishes.names[0]) if wishes.names else None
+
+
+def _again(options: Options, folder: RunFolder) -> str:
+    return options.again or f"bessemer train {short_path(folder.job_file)}"
 
 
 class Agent:
@@ -247,9 +265,10 @@ class Agent:
         self._on_failed(state)
 
     def _on_vault_end(self) -> None:
-        code = self.vault.reap()
-        if code != 0:
-            self.journal.event("warning", message=f"the vault {exit_text(code)}: nothing is saved any more", rank=None)
+        self.vault.reap()
+        lost = self.vault.lost_text(any(not state.gone for state in self.ranks.values()))
+        if lost:
+            self.journal.event("warning", message=f"nothing is saved any more: {lost}", rank=None)
 
     def _kill(self, why: str) -> None:
         self._killed = self._killed or why
@@ -283,14 +302,12 @@ class Agent:
         self.vault.kill()
 
     def _conclude(self) -> int:
-        vault_code = self.vault.exit_code or 0
-        lost = f"the vault {exit_text(vault_code)}; its log: {self.vault.log}" if vault_code else ""
         return Ending(
             ranks=self.ranks.values(),
             journal=self.journal,
             stopping=self.reception.stopping,
-            trouble=self._killed or self.journal.broken or lost,
-            again=self.options.again or f"bessemer train {short_path(self.folder.job_file)}",
+            trouble=self._killed or self.journal.broken or self.vault.lost_text(ranks_run=False),
+            again=_again(self.options, self.folder),
         ).conclude()
 
 

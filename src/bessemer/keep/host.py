@@ -24,7 +24,6 @@ from bessemer.keep.agent import Options, Timeouts
 from bessemer.keep.hub import Hub, signals_into
 from bessemer.keep.join import SERVICES_S
 from bessemer.keep.journal import Journal
-from bessemer.keep.process import exit_text
 from bessemer.keep.progress import Printer
 from bessemer.keep.reception import RankState, Reception
 from bessemer.keep.run_folder import RunFolder
@@ -90,7 +89,7 @@ class Services:
         self.vault = VaultHost(self._vault_command, self.folder, self._inner, lock)
         self.vault.start(self.hub)
         self.reception = Reception(
-            self.ranks, self.journal, on_failed=lambda _: None, on_stop=self._on_stop, places=self.local_ranks
+            self.ranks, self.journal, on_failed=self._on_failed, on_stop=self._on_stop, places=self.local_ranks
         )
         self.reception.welcome = {"kind": "welcome", "vault": self.vault.environment().get("BESSEMER_VAULT")}
 
@@ -105,9 +104,10 @@ class Services:
     def _turn(self) -> None:
         for heard in self.hub.poll(1.0):
             if heard.watched is not None and self.vault is not None:
-                code = self.vault.reap()
-                if code and self.journal is not None:
-                    self.journal.event("warning", message=f"the vault {exit_text(code)}: nothing is saved any more")
+                self.vault.reap()
+                lost = self.vault.lost_text(any(not state.gone for state in self.ranks.values()))
+                if lost and self.journal is not None:
+                    self.journal.event("warning", message=f"nothing is saved any more: {lost}", rank=None)
             elif heard.link is not None:
                 self.reception.take(heard)
                 if heard.record is None and heard.link.rank is not None:
@@ -121,6 +121,17 @@ class Services:
         state.failed_at = state.failed_at or time.monotonic()
         if state.report is None and self.journal is not None:
             self.journal.event("rank_lost", rank=state.rank, exit_code=None, step=state.step, phase=state.phase)
+
+    def _on_failed(self, state: RankState) -> None:
+        """A wrong request that one rank found holds for all of them, and they may be waiting for that one."""
+        report = state.report or {}
+        if report.get("exit_code") != 2:
+            return
+        refusal = {"kind": "refused", "code": report["code"], "message": report["message"], "fix": report["fix"]}
+        self.reception.welcome = refusal
+        for other in self.ranks.values():
+            if other.link is not None and other is not state:
+                other.link.send(refusal)
 
     def _on_stop(self, name: str) -> None:
         if self.journal is not None:
@@ -140,8 +151,7 @@ class Services:
     def _conclude(self) -> int:
         if self.journal is None:
             return 0
-        code = (self.vault.exit_code or 0) if self.vault is not None else 0
-        lost = f"the vault {exit_text(code)}" if code else ""
+        lost = self.vault.lost_text(ranks_run=False) if self.vault is not None else ""
         return Ending(
             ranks=self.ranks.values(),
             journal=self.journal,

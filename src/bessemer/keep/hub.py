@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from typing import Any
 
 from bessemer.keep.wire import Frames, WireError, listen, pack
 
-__all__ = ["Hub", "Link", "signals_into"]
+__all__ = ["Hub", "Interrupted", "Link", "Wishes", "signals_into", "signals_raise"]
 
 SEND_S = 5.0
 """How long a message to a process may take. It is a few bytes, so a full socket means that nobody reads it."""
@@ -148,28 +148,57 @@ class Wishes:
     names: list[str] = field(default_factory=list)
     last: float = -1e9
 
+    def add(self, number: int) -> bool:
+        """Whether the signal is a wish of its own."""
+        now = time.monotonic()
+        if now - self.last < _SAME_SIGNAL_S:
+            return False
+        self.names.append(signal.Signals(number).name)
+        self.last = now
+        return True
+
+
+class Interrupted(BaseException):
+    """A wish to stop, raised in the midst of what can be broken off. No handler of errors takes it for one."""
+
 
 @contextlib.contextmanager
-def signals_into(hub: Hub) -> Iterator[Wishes]:
-    """SIGTERM and SIGINT are noted and wake the hub, instead of ending the process. Outside the main thread, where
-    Python can't take signals, nothing is noted."""
+def signals_raise() -> Iterator[Wishes]:
+    """SIGTERM and SIGINT are noted and raise `Interrupted`, for work that may be broken off anywhere."""
     wishes = Wishes()
 
     def note(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now - wishes.last >= _SAME_SIGNAL_S:
-            wishes.names.append(signal.Signals(number).name)
-            wishes.last = now
+        if wishes.add(number):
+            raise Interrupted
+
+    with contextlib.suppress(Interrupted), _handled(note):  # one that comes just behind the work is a wish no less
+        yield wishes
+
+
+@contextlib.contextmanager
+def signals_into(hub: Hub) -> Iterator[Wishes]:
+    """SIGTERM and SIGINT are noted and wake the hub, instead of ending the process."""
+    wishes = Wishes()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        wishes.add(number)
         hub.wake()
 
+    with _handled(note):
+        yield wishes
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Outside the main thread, where Python can't take signals, nothing is handled."""
     if threading.current_thread() is not threading.main_thread():
-        yield wishes
+        yield
         return
-    before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
+    before = {n: signal.signal(n, handler) for n in (signal.SIGTERM, signal.SIGINT)}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # the terminal went away; nohup has it ignored already
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, note)
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handler)
     try:
-        yield wishes
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -11,12 +11,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from bessemer.core.errors import PeerLost, RequestError
+from bessemer.core.errors import BessemerError, PeerLost, RequestError, Stopped
 from bessemer.keep.launch import Launch
 from bessemer.keep.wire import private_dir, short_temp_dir
 
@@ -31,6 +33,8 @@ SERVICES_S = 120.0
 
 RENDEZVOUS_S = 300.0
 """How long ranks wait for each other at the start: hosts of a large job start minutes apart."""
+
+_LOOK_UP_S = 0.5  # how soon a rank that waits for the others hears of a stop
 
 
 def join_host(kind: type[Member], launch: Launch, job: Job, vault: bool = True) -> Member:
@@ -82,28 +86,63 @@ def rendezvous(member: Member) -> dict[str, Any]:
     """The keywords with which `init_process_group` makes the ranks meet (a store; rank and world size come beside it).
 
     A file under our agent, since a TCP store listens on all interfaces; MASTER_ADDR and MASTER_PORT elsewhere.
-    Raises RequestError (port-in-use) when another program has rank 0's port.
+    Raises RequestError (port-in-use) when another program has rank 0's port, or whatever wrong request another rank
+    found; PeerLost when the ranks don't meet in time; Stopped when a stop was asked for meanwhile.
     """
     import torch.distributed as dist
 
     if member.store is not None:
         return {"store": dist.FileStore(str(member.store), member.world_size)}
     try:
-        store, _, _ = next(
-            dist.rendezvous("env://", member.rank, member.world_size, timeout=timedelta(seconds=RENDEZVOUS_S))
-        )
+        store = _store_elsewhere(member)
     except RuntimeError as error:  # torch's DistNetworkError is one
-        if "address already in use" not in str(error).lower() and "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ.get("MASTER_PORT", "?")
-        raise RequestError(
+        raise _not_met(member, error) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # keys of a dead attempt must not be found again
+    return {"store": dist.PrefixStore(f"bessemer/{attempt}", store)}
+
+
+def _store_elsewhere(member: Member) -> Any:
+    """The store at MASTER_ADDR. torch waits for it without looking up, so that is left to a thread, while this one
+    hears of a stop or of another rank's failure. After either the thread ends with the process."""
+    import torch.distributed as dist
+
+    met: SimpleQueue[Any] = SimpleQueue()
+
+    def meet() -> None:
+        limit = timedelta(seconds=RENDEZVOUS_S)
+        try:
+            met.put(next(dist.rendezvous("env://", member.rank, member.world_size, timeout=limit))[0])
+        except BaseException as error:  # raised again in the waiting thread
+            met.put(error)
+
+    threading.Thread(target=meet, name="bessemer-rendezvous", daemon=True).start()
+    while True:
+        try:
+            outcome = met.get(timeout=_LOOK_UP_S)
+        except Empty:
+            if member.stop_requested:
+                raise Stopped("stopped on request before the ranks had met", rank=member.rank) from None
+            continue
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+def _not_met(member: Member, error: RuntimeError) -> BessemerError:
+    address, port = os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?")
+    if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
+        return RequestError(
             f"port {port} of this host is in use by another program, so rank 0 can't meet the others there",
             code="port-in-use",
             fix=f"export MASTER_PORT=another port; `ss -ltnp sport = :{port}` shows who has it",
             rank=member.rank,
-        ) from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # keys of a dead attempt must not be found again
-    return {"store": dist.PrefixStore(f"bessemer/{attempt}", store)}
+        )
+    return PeerLost(
+        f"the ranks did not meet at {address} port {port}: {str(error).strip().splitlines()[0]}",
+        code="ranks-not-met",
+        fix=f"see whether rank 0 came up, and whether MASTER_ADDR={address} is its host and lets port {port} through",
+        rank=member.rank,
+    )
 
 
 def _check_master(launch: Launch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from bessemer.keep.progress import Printer, event_line
@@ -20,17 +21,19 @@ _DURABLE = (*_ENDS, "saved", "rank_lost", "stop_requested")
 class Journal:
     """The one writer of metrics.jsonl and events.jsonl, in the process that holds the run folder's lock.
 
-    `step` is the last committed step, `saved` that of the newest durable checkpoint of which it was told. When a line
-    can't be written (`broken` says why), nothing more is: a file with a hole would lie.
+    `step` is the last committed step. `saved` is step and path of what a next start goes on from: until something is
+    loaded, the newest checkpoint of the folder; then what was loaded, since a newer one was refused; then what was
+    saved. When a line can't be written (`broken` says why), nothing more is: a file with a hole would lie.
     """
 
     def __init__(self, folder: RunFolder, printer: Printer) -> None:
         self.folder, self.printer = folder, printer
         self.step = 0
-        self.saved = -1
+        self.saved = folder.newest_saved()
         self.end = ""
         self.broken = ""
-        self._loaded = False
+        self.loaded = False
+        self._before = folder.manifests()
         self._board = BoardWriter(folder.path / "tensorboard") if folder.job.run.tensorboard else None
         self._metrics = RecordWriter(folder.metrics_file)
         self._events = RecordWriter(folder.events_file)
@@ -46,11 +49,11 @@ class Journal:
     def event(self, name: str, /, **fields: Any) -> None:
         """A line of events.jsonl; `t` is now unless the record brings it. The first `loaded` cuts the metrics back."""
         record = {"t": fields.pop("t", time.time()), "event": name, **fields}
-        if name == "loaded" and not self._loaded:
-            self._loaded = True
+        if name == "loaded" and not self.loaded:
+            self.loaded = True
             self._go_on_from(int(record.get("step") or 0))
         if name in ("loaded", "saved"):
-            self.saved = max(self.saved, int(record.get("step") or 0))
+            self.saved = (int(record.get("step") or 0), Path(record["path"])) if record.get("path") else None
         if name in _ENDS:
             self.end = name
         self._write(self._events, record)
@@ -59,6 +62,14 @@ class Journal:
         shown = event_line(record)
         if shown is not None:
             self.printer.line(*shown)
+
+    def tell_untold(self) -> None:
+        """Records a checkpoint that this attempt made durable after the rank that would have told of it was gone."""
+        now = self.folder.manifests()
+        made = {folder for folder, mark in now.items() if self._before.get(folder) != mark}
+        newest = self.folder.newest_saved()
+        if newest is not None and newest[1] in made and newest != self.saved:
+            self.event("saved", step=newest[0], path=str(newest[1]))
 
     def close(self) -> None:
         for writer in (self._metrics, self._events):

@@ -10,6 +10,7 @@ Sending never waits: what the socket won't take now stays in memory and goes wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -143,8 +144,9 @@ class Member:
         if code in (0, 3):
             self.close(code)
             return code
-        traceback.print_exception(error)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a log on a full disk must not keep the report from the agent
+            traceback.print_exception(error)
+            sys.stderr.flush()
         try:
             self._send({"kind": "failed", **describe(error, self.rank, self._at[0]), "exit_code": code})
             self.close(code)
@@ -204,7 +206,7 @@ class Member:
                 self._receive()
             self._socket.close()
             self._socket = None
-        if self.services is not None:
+        if self.services is not None and exit_code != 2:  # after a wrong request there is nothing to save
             self.services.wait()
 
     # ---- inside

@@ -14,6 +14,7 @@ The state is COMMITTED only between the end of one copy and the start of the nex
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -135,7 +136,7 @@ class Memory:
             return cls(descriptor, geometry, mmap.mmap(descriptor, geometry.total_bytes, flags=mmap.MAP_SHARED))
         except OSError as error:
             os.close(descriptor)
-            raise _no_memory(geometry.total_bytes, free, error.strerror or "") from error
+            raise _no_memory(geometry.total_bytes, free, error) from error
 
     @classmethod
     def attach(cls, descriptor: int, geometry: Geometry) -> Self:
@@ -247,13 +248,14 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _no_memory(needed: int, free: int | None, reason: str = "") -> CheckpointError:
+def _no_memory(needed: int, free: int | None, error: OSError | None = None) -> CheckpointError:
     has = f"; {free:,} are available" if free is not None else ""
-    has += f" ({reason})" if reason else ""
+    has += f" ({error.strerror})" if error is not None else ""
+    limited = error is not None and error.errno == errno.EFBIG  # the kernel counts a memfd as a file
     return CheckpointError(
         f"two memory copies of this rank's state need {needed:,} bytes{has}",
         code="no-memory",
-        fix="fewer ranks on this machine, or a smaller model",
+        fix="ulimit -f unlimited" if limited else "fewer ranks on this machine, or a smaller model",
     )
 
 

@@ -158,6 +158,9 @@ def event_line(event: Mapping[str, Any]) -> tuple[str, str, str] | None:
         peaks = event.get("peak_flops") or {}
         shown = ", ".join(f"{dtype} {format_rate(peak, 'FLOP')}" for dtype, peak in peaks.items())
         return "machine", f"peak {shown} ({event.get('kind', 'all devices')})", "dim"
+    if name == "operators" and event.get("path") == "reference":
+        why = f": {event['why']}" if event.get("why") else ""
+        return "warning", f"torch's operators are used, the faster native kernels are not{why}", "yellow"
     if name == "warning":
         rank = f" (rank {event['rank']})" if event.get("rank") is not None else ""
         return "warning", f"{event.get('message')}{rank}", "yellow"

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bessemer.core.errors import DataError
+from bessemer.core.errors import CheckpointError, DataError
 
 __all__ = ["RecordWriter", "cut_records", "read_records", "write_atomically"]
 
@@ -90,7 +90,10 @@ def cut_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Aside, flushed, renamed, and the directory flushed: afterwards the file is the new one, whatever happens."""
+    """Aside, flushed, renamed, and the directory flushed: afterwards the file is the new one, whatever happens.
+
+    Raises CheckpointError (disk-full) where no room is left; the old file stays.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with aside.open("w", encoding="utf-8") as file:
@@ -98,6 +101,14 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CheckpointError(
+            f"no space left for {path} ({error.strerror})",
+            code="disk-full",
+            fix=f"free space on its disk: `df -h {path.parent}`",
+        ) from error
     finally:
         aside.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -9,6 +9,7 @@ checkpoints/    step-N/                           logs/           rank-R.log: wh
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -66,8 +67,17 @@ class RunFolder:
 
     def newest_saved(self) -> tuple[int, Path] | None:
         """Step and path of the newest checkpoint that has its manifest; it was not verified here."""
-        found = [(_step_of(m.parent), m.parent) for m in self.checkpoints.glob("step-*/manifest.json")]
-        return max((f for f in found if f[0] >= 0), default=None)
+        return max(((_step_of(folder), folder) for folder in self.manifests()), default=None)
+
+    def manifests(self) -> dict[Path, tuple[int, int]]:
+        """The folder of each checkpoint that has its manifest, and what tells that manifest from one written later."""
+        found: dict[Path, tuple[int, int]] = {}
+        for manifest in self.checkpoints.glob("step-*/manifest.json"):
+            with contextlib.suppress(FileNotFoundError):  # retention may be deleting it
+                status = manifest.stat()
+                if _step_of(manifest.parent) >= 0:
+                    found[manifest.parent] = (status.st_ino, status.st_mtime_ns)
+        return found
 
     def lock(self, wait_s: float = 0.0) -> int:
         """Takes the folder for this process and returns the lock's descriptor.

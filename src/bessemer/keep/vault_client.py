@@ -276,7 +276,7 @@ def _lost(path: Path) -> CheckpointError:
     return CheckpointError(
         f"no vault answers at {path}: it was not started, or it died and took unfinished saves with it",
         code="vault-lost",
-        fix="see its message in the log of the run; the same command goes on from the last checkpoint",
+        fix="see logs/vault.log in the run folder; the same command goes on from the last checkpoint",
     )
 
 

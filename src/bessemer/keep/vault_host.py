@@ -15,7 +15,7 @@ from pathlib import Path
 from bessemer.core.errors import PeerLost
 from bessemer.keep.hub import Hub
 from bessemer.keep.process import Child, exit_text
-from bessemer.keep.run_folder import RunFolder
+from bessemer.keep.run_folder import RunFolder, short_path
 
 __all__ = ["VaultHost"]
 
@@ -69,6 +69,12 @@ class VaultHost:
     def kill(self) -> None:
         if self.child is not None:
             self.child.kill_session()
+
+    def lost_text(self, ranks_run: bool) -> str:
+        """What to say of a reaped vault: empty for an orderly end, which comes only after the ranks'."""
+        if not self.exit_code and not ranks_run:
+            return ""
+        return f"the vault {exit_text(self.exit_code or 0)}; its log: {short_path(self.log)}"
 
     def reap(self) -> int:
         """The exit code, once the hub has seen its end."""

@@ -16,7 +16,7 @@ from bessemer.keep.process import exit_text
 from bessemer.keep.reception import RankState
 from bessemer.keep.run_folder import short_path
 
-__all__ = ["Ending", "cause_of", "failure_text", "saved_text"]
+__all__ = ["Ending", "cause_of", "failure_text", "saved_text", "stopped_early"]
 
 TAIL_LINES = 20
 
@@ -35,14 +35,14 @@ class Ending:
     def conclude(self) -> int:
         """Writes the last event, says the last words, and returns the exit code."""
         journal, cause = self.journal, cause_of(self.ranks)
-        saved = journal.folder.newest_saved()
-        if saved is not None and saved[0] > journal.saved:  # durable only after the rank that would have told was gone
-            journal.event("saved", step=saved[0], path=str(saved[1]))
+        journal.tell_untold()
         steps = journal.folder.job.train.steps
         if cause is not None:
             journal.event("failed", **_failure_event(cause))
             self._say(failure_text(cause, journal.folder.log_file(cause.rank)))
-            report = cause.report or {"exit_code": 1, "fix": ""}
+            report = cause.report or {"exit_code": 1, "fix": "", "code": ""}
+            if not journal.loaded and report["code"].startswith("checkpoint"):
+                return int(report["exit_code"])  # what lies there was refused, and the report says what to do
             return self._say_saved(report["exit_code"], has_fix=bool(report["fix"]))
         if self.trouble:
             journal.event("failed", code="ended", message=self.trouble, rank=None, step=journal.step)
@@ -60,14 +60,22 @@ class Ending:
         return 0
 
     def _say_saved(self, code: int, *, has_fix: bool = False) -> int:
-        if code != 2:  # a wrong request: nothing was started
+        if code != 2 or self.journal.step:  # else a wrong request: nothing was started
             again = "" if has_fix else self.again  # the same command would fail again
-            self._say(saved_text(self.journal.folder.newest_saved(), self.journal.step, again))
+            self._say(saved_text(self.journal.saved, self.journal.step, again))
         return code
 
     def _say(self, text: str) -> None:
         self.journal.printer.close()
         print(text, file=sys.stderr, flush=True)
+
+
+def stopped_early(journal: Journal, when: str, again: str) -> int:
+    """The end of an attempt that was asked to stop before it had ranks: says so, and returns the exit code."""
+    journal.event("stopped", step=journal.step)
+    journal.printer.close()
+    print(f"stopped on request {when}\n{saved_text(journal.saved, journal.step, again)}", file=sys.stderr, flush=True)
+    return 3
 
 
 def cause_of(ranks: Iterable[RankState]) -> RankState | None:
