@@ -59,8 +59,10 @@ def test_a_healthy_run(tmp_path: Path) -> None:
     assert ledger.useful_flops == pytest.approx(STEPS * flops_a_step(make_job()))
     assert ledger.peak_flops_per_s == pytest.approx(PEAKS["bf16"])
     assert ledger.tokens == STEPS * 16 * 64
-    assert {f.kind for f in ledger.factors.values()} == {"measured"}
-    assert "on one node" in ledger.factors["cluster_efficiency"].reason
+    kinds = {name: factor.kind for name, factor in ledger.factors.items()}
+    assert kinds == dict.fromkeys(FACTORS, "measured") | {"cluster_efficiency": None}  # nothing was measured for it
+    assert ledger.factors["cluster_efficiency"].reason == "1 by definition: the run is on one node"
+    assert ledger.total.kind == "measured"
 
 
 def test_a_fallback_lands_in_generality(tmp_path: Path) -> None:
@@ -87,6 +89,24 @@ def test_recompute_lands_in_node_efficiency(tmp_path: Path) -> None:
     check(ledger, node_efficiency=1 / (4 / 3 + 0.25))
     assert ledger.factors["node_efficiency"].kind == "modelled"
     assert any("1.3333 x the useful FLOPs" in note for note in ledger.notes)
+
+
+def test_pairs_that_documents_hide_are_a_gain_of_effective_compute(tmp_path: Path) -> None:
+    """The kernels leave out a twentieth of the FLOPs that are useful, in proportion less time."""
+    ledger = ledger_of(tmp_path / "run", Pace(recompute=-0.04))
+    check(ledger, effective_compute=0.5 / 0.96, node_efficiency=0.96 / (0.96 + 0.25))
+    assert ledger.factors["node_efficiency"].kind == ledger.factors["effective_compute"].kind == "measured"
+    assert any("packed documents" in note for note in ledger.notes)
+
+
+@pytest.mark.parametrize(("recompute", "document_mask"), [(-0.04, False), (-0.5, True)])
+def test_flops_that_no_document_can_hide_were_not_seen(tmp_path: Path, recompute: float, document_mask: bool) -> None:
+    builder = RunBuilder(make_job(data={"document_mask": document_mask}), Pace(recompute=recompute))
+    builder.start()
+    builder.steps(1, STEPS)
+    ledger = read_ledger(builder.write(tmp_path / "run"))
+    assert ledger.factors["node_efficiency"].kind == "modelled"
+    assert not any("packed documents" in note for note in ledger.notes)
 
 
 def two_nodes(folder: Path, waiting_s: float) -> Path:

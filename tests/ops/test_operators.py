@@ -115,9 +115,27 @@ def test_attend_with_narrower_values(dtype, documents):
     q, k, v = (rand(batch, 3, seq, width, dtype=dtype, seed=width) for width in (24, 24, 10))
     both(lambda a, b, c: ops.attend(a, b, c, starts), [q, k, v], dtype)
     assert ops.attend(q, k, v, starts).shape == (batch, seq, 3, 10)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attend_counts_the_pairs_that_are_seen_in_the_precision_of_its_products(dtype, window, documents):
+    batch, seq = SEGMENTS.shape
+    starts = ops.first_keys(SEGMENTS if documents else None, batch, seq, window)
+    q, k, v = (rand(batch, 3, seq, width, dtype=dtype, seed=width).requires_grad_() for width in (24, 24, 10))
+    seen_BSS = torch.ones(batch, seq, seq, dtype=torch.bool).tril()
+    if window is not None:
+        seen_BSS &= torch.ones(seq, seq, dtype=torch.bool).triu(-(window - 1))
+    if documents:
+        seen_BSS &= SEGMENTS[:, :, None] == SEGMENTS[:, None, :]
+    forward = 2 * 3 * int(seen_BSS.sum()) * (24 + 10)
     with KernelSample() as sample:
-        ops.attend(q, k, v, starts)
-    assert list(sample.flops.values()) == [2 * batch * 3 * seq * (seq + 1) / 2 * (24 + 10)]
+        out = ops.attend(q, k, v, starts)
+        forward_flops = dict(sample.flops)
+        out.float().sum().backward()
+    assert forward_flops == {"fp32": forward} and sample.flops == {"fp32": 3 * forward}
 
 
 def test_first_keys_say_documents_and_windows():

@@ -11,8 +11,9 @@ Every amount is work that the devices could have done in some time, in FLOPs at 
 
 F_i and K come from sampled steps: the shares of the counted FLOPs by path, and the median over samples of kernel
 seconds for each counted FLOP, both applied to F. Work that the kernels did beyond F (recompute, a mask's hidden half)
-is thereby taken out of K, so that it counts as a loss of the node, as the definition wants it. Where attempts had
-other devices, each step and second counts with the peak of its attempt.
+is thereby taken out of K, so that it counts as a loss of the node, as the definition wants it. Pairs that F counts and
+the kernels skipped, since packed documents hide them, took no time: there K is the kernel time as it was, and effective
+compute has the gain. Where attempts had other devices, each step and second counts with the peak of its attempt.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Chain:
     wall: Link
     split: WallTime
     useful_flops: float | None
+    single_node: bool  # then steps and one node are the same amount
     peak_known: bool  # else every attempt has the weight 1
     notes: list[str]
 
@@ -90,7 +92,13 @@ class _Facts:
     peak_kind: str
     why_no_peak: str  # empty where each attempt has a peak at the job's precision
     flops_per_sample: float | None
+    least_per_sample: float  # where packed documents hide from each token all but itself
     why_no_flops: str
+
+    def skipped(self, sampled: _Sampled) -> bool:
+        """Whether fewer FLOPs were counted than are useful, by no more than packed documents can hide."""
+        least = self.least_per_sample / (1 + AGREES)
+        return self.flops_per_sample is not None and least <= sampled.flops_per_sample < self.flops_per_sample
 
 
 def build_chain(run: RunRecords, reference: RunRecords | None) -> Chain:
@@ -115,6 +123,7 @@ def build_chain(run: RunRecords, reference: RunRecords | None) -> Chain:
         wall=Link(split.weighted_s),
         split=split,
         useful_flops=flops,
+        single_node=single.itself,
         peak_known=not facts.why_no_peak,
         notes=[*_counting_notes(run, facts), *single.notes],
     )
@@ -134,7 +143,7 @@ def _facts(run: RunRecords) -> _Facts:
     elif any(path not in p for p in peaks if p is not None):
         why = f"the machine gives no peak for {path}, the path of precision.recipe = {run.job.precision.recipe!r}"
     weights = [1.0 if why or p is None else float(p[path]) for p in peaks]
-    each, why_no_flops = _flops_per_sample(run.job)
+    each, least, why_no_flops = _flops_per_sample(run.job)
     machines = [e for a in run.attempts for e in a.named("machine")]
     return _Facts(
         peaks=peaks,
@@ -143,17 +152,22 @@ def _facts(run: RunRecords) -> _Facts:
         peak_kind=weakest("measured", *(str(e.get("kind", "published")) for e in machines)),
         why_no_peak=why,
         flops_per_sample=each,
+        least_per_sample=least,
         why_no_flops=why_no_flops,
     )
 
 
-def _flops_per_sample(job: Job) -> tuple[float | None, str]:
-    """Useful FLOPs of one sequence, forward and backward; or None and why."""
+def _flops_per_sample(job: Job) -> tuple[float | None, float, str]:
+    """Useful FLOPs of one sequence, forward and backward, and the least that a kernel which skips hidden pairs has to
+    do for them; or None and why."""
     try:
         spec = resolve_model(job.model)
     except ConfigError as error:
-        return None, f"the model of the job can't be read any more: {error.problems[0].what}"
-    return flops_per_token(spec, job.data.seq_len).training * job.data.seq_len, ""
+        return None, 0.0, f"the model of the job can't be read any more: {error.problems[0].what}"
+    length = job.data.seq_len
+    each = flops_per_token(spec, length).training
+    alone = flops_per_token(spec, 1).training if job.data.document_mask else each
+    return each * length, alone * length, ""
 
 
 def _own_peaks(attempt: Attempt) -> Mapping[str, float] | None:
@@ -215,8 +229,12 @@ def _kernels(run: RunRecords, facts: _Facts) -> Link:
         if facts.flops_per_sample is None or sampled is None:
             return Link(None, reason=facts.why_no_flops or NO_SAMPLES)
         flops = facts.flops_per_sample * sum(s.samples for s in attempt.steps)
+        ratio = sampled.flops_per_sample / facts.flops_per_sample
+        if facts.skipped(sampled):
+            flops *= ratio
+        else:
+            worst = max(worst, ratio, key=_off)
         amount += weight * flops * sampled.seconds_per_flop
-        worst = max(worst, sampled.flops_per_sample / facts.flops_per_sample, key=_off)
     if _off(worst) <= math.log1p(AGREES):
         return Link(amount)
     return Link(amount, "modelled", f"kernels ran {worst:.3f} times the useful FLOPs; their time is scaled to those")
@@ -233,4 +251,10 @@ def _counting_notes(run: RunRecords, facts: _Facts) -> list[str]:
         return []
     ratio = max((s.flops_per_sample / facts.flops_per_sample for s in sampled), key=_off)
     count = sum(len(a.named("kernels")) for a in run.attempts)
-    return [f"counted in {count} sampled steps: {ratio:.4f} x the useful FLOPs (3 x forward, causal attention)"]
+    notes = [f"counted in {count} sampled steps: {ratio:.4f} x the useful FLOPs (3 x forward, causal attention)"]
+    if ratio < 1 / (1 + AGREES) and all(facts.skipped(s) for s in sampled):
+        notes.append(
+            "fewer were counted than are useful, as when attention skips what packed documents hide; the kernels' time "
+            "is taken as it was, so effective compute has the gain"
+        )
+    return notes

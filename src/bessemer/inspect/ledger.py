@@ -9,7 +9,7 @@ measured. `docs/ledger.md` states the rules and what each factor can't see.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ class Factor:
     """A factor, or why there is none.
 
     value: None where it can't be computed; `reason` then says why, else how it came about. kind: measured, published
-    or modelled, the weakest of what went into it. lost_s: seconds of the wall-clock time that it cost.
+    or modelled, the weakest of what went into it; None too where the value is so by definition. lost_s: seconds of the
+    wall-clock time that it cost.
     """
 
     value: float | None
@@ -93,6 +94,9 @@ def ledger_of(run: RunRecords, reference: RunRecords | None = None) -> Ledger:
         "cluster_efficiency": _ratio(chain, chain.one_node, chain.steps),
         "stability": _ratio(chain, chain.steps, chain.wall),
     }
+    cluster = factors["cluster_efficiency"]
+    if chain.single_node and cluster.value is not None:
+        factors["cluster_efficiency"] = replace(cluster, kind=None, reason="1 by definition: the run is on one node")
     total = _ratio(chain, chain.useful, chain.wall)
     return Ledger(
         run=str(run.folder),
@@ -125,7 +129,8 @@ def _oddities(factors: dict[str, Factor]) -> list[str]:
     found = []
     for name, likely in (
         ("effective_compute", "the peak was probably measured while the machine was busy: "
-         "`python -m bessemer.runtime.peaks` measures it again, for later runs"),
+         "`python -m bessemer.runtime.peaks` measures it again, for later runs; "
+         "or attention skipped much of what F counts"),
         ("node_efficiency", "the sampled steps were slower in their kernels than the others"),
         ("cluster_efficiency", "the reference run was slower than this one"),
     ):  # fmt: skip

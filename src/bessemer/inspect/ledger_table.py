@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from bessemer.core.units import format_count, format_rate, format_seconds
+from bessemer.core.units import counted, format_count, format_rate, format_seconds
 from bessemer.inspect.wall_time import CAUSES
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _factors(ledger: Ledger) -> Table:
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     table.add_column("what", overflow="fold")
     for name, factor in ledger.factors.items():
-        table.add_row(name, *_cells(factor), MEANING[name] if factor.value is not None else factor.reason)
+        table.add_row(name, *_cells(factor), _meaning(name, factor))
         if name == "stability":
             for cause, seconds in ledger.wall.lost_s.items():
                 if seconds >= 0.0005:
@@ -58,7 +58,11 @@ def _factors(ledger: Ledger) -> Table:
 def _cells(factor: Factor) -> tuple[str, str, str]:
     value = "-" if factor.value is None else f"{factor.value:.4f}"
     lost = "" if factor.lost_s is None else _signed(factor.lost_s)
-    return value, factor.kind or "unknown", lost
+    return value, factor.kind or ("unknown" if factor.value is None else "-"), lost
+
+
+def _meaning(name: str, factor: Factor) -> str:
+    return factor.reason if factor.kind is None else MEANING[name]
 
 
 def _signed(seconds: float) -> str:
@@ -70,5 +74,5 @@ def _figures(ledger: Ledger) -> str:
     peak = "unknown" if ledger.peak_flops_per_s is None else format_rate(ledger.peak_flops_per_s, "FLOP")
     return (
         f"F {useful} FLOPs   P {peak} of all devices   wall {format_seconds(ledger.wall.wall_s)}   "
-        f"{ledger.steps} steps   {format_count(ledger.tokens)} tokens"
+        f"{counted(ledger.steps, 'step')}   {format_count(ledger.tokens)} tokens"
     )

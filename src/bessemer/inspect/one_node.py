@@ -34,12 +34,14 @@ SAME = (
 
 @dataclass(frozen=True)
 class OneNode:
-    """`step_s(attempt, step)`: seconds that this step takes on one node. `reason` says where that comes from."""
+    """`step_s(attempt, step)`: seconds that this step takes on one node. `reason` says where that comes from; `itself`:
+    the run is on one node, so that nothing is compared."""
 
     step_s: Callable[[Attempt, StepRecord], float]
     kind: str
     reason: str
     notes: list[str] = field(default_factory=list)
+    itself: bool = False
 
 
 def one_node(run: RunRecords, reference: RunRecords | None) -> OneNode:
@@ -48,7 +50,7 @@ def one_node(run: RunRecords, reference: RunRecords | None) -> OneNode:
         return _measured(run, reference)
     nodes = max(_nodes(run.job, a) for a in run.attempts)
     if nodes == 1:
-        return OneNode(lambda _, step: step.step_s, "measured", "the run is on one node")
+        return OneNode(lambda _, step: step.step_s, "measured", "", itself=True)
     reason = f"{nodes} nodes, no reference run: a step on one node is modelled as step_s - comm_s"
     note = "cluster efficiency is modelled; `--reference RUN`, a one-node run of the same work a device, measures it"
     return OneNode(_without_waiting(run.job), "modelled", reason, [note])

@@ -176,6 +176,13 @@ def _as_wide(x: Tensor, width: int) -> Tensor:
     return x.contiguous() if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
+def _visible_flops(q: Tensor, k: Tensor, v_shape: torch.Size, starts: Tensor | None) -> float:
+    """FLOPs of the forward pass over the pairs that are seen; blocks that no query sees are skipped."""
+    causal = attention_flops(q.shape, k.shape, v_shape, causal=True)
+    hidden = 0 if starts is None else int(starts.sum())  # query i doesn't see the keys before starts[i]
+    return causal - 2.0 * q.shape[1] * hidden * (q.shape[-1] + v_shape[-1])
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> Tensor:
@@ -185,7 +192,8 @@ class _Attend(torch.autograd.Function):
         out = q.new_empty(batch, seq, heads, dim)
         lse = torch.empty(batch, heads, seq, dtype=torch.float32)
         sizes = (batch, heads, k.shape[1], seq, dim, dim**-0.5)
-        with native_kernel("attend", q.dtype, lambda: attention_flops(q.shape, k.shape, v_shape, causal=True)):
+        # float32 whatever the inputs: csrc/attention.cpp widens them before its products
+        with native_kernel("attend", torch.float32, lambda: _visible_flops(q, k, v_shape, starts)):
             native.library().bessemer_attend(
                 *(_pointer(t) for t in (q, k, v)),
                 q.dtype == torch.bfloat16,
@@ -202,11 +210,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse, starts = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        v_shape = (*v.shape[:-1], ctx.value_dim)
+        v_shape = torch.Size((*v.shape[:-1], ctx.value_dim))
         grad = _as_wide(grad, q.shape[-1])
-        with native_kernel(
-            "attend_backward", q.dtype, lambda: 2 * attention_flops(q.shape, k.shape, v_shape, causal=True)
-        ):
+        with native_kernel("attend_backward", torch.float32, lambda: 2 * _visible_flops(q, k, v_shape, starts)):
             native.library().bessemer_attend_backward(
                 *(_pointer(t) for t in (grad, q, k, v, out, lse)),
                 q.dtype == torch.bfloat16,

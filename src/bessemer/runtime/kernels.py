@@ -5,15 +5,16 @@
     sample.flops                           # {"bf16": 1.2e12, "fp32": 3.0e9}
     sample.kernel_s                        # 2.1
 
-A path is the data type of the operands, named as in `core.machine.DTYPES`. Counted are matrix products and
-attention; everything else is memory-bound and belongs to node efficiency. A kernel that doesn't go through torch's
-dispatcher (called through ctypes) is counted where its caller says so with `native_kernel`; one inside a compiled
-graph isn't seen.
+A path is the data type of the operands as they are multiplied, named as in `core.machine.DTYPES`. Counted are matrix
+products and attention; everything else is memory-bound and belongs to node efficiency. A kernel that doesn't go through
+torch's dispatcher (called through ctypes) is counted where its caller says so with `native_kernel`; one inside a
+compiled graph isn't seen.
 
 What is counted, so that the sum agrees with three times the forward FLOPs of `core.counts`:
 * a product [m, k] @ [k, n] has 2 m k n FLOPs;
 * attention has two products over the visible (query, key) pairs. A causal or masked call over S = S_q = S_k
-  positions counts as causal, S(S+1)/2 pairs, whatever the mask hides besides; otherwise S_q S_k pairs;
+  positions counts as causal, S(S+1)/2 pairs, whatever the mask hides besides; otherwise S_q S_k pairs. A native
+  kernel that skips what packed documents or a window hide says how many pairs are seen;
 * its backward pass counts as twice the forward: the scores that the kernel computes again are not counted.
   Attention that torch splits into plain products (no fused kernel) counts as those: all S_q S_k pairs.
 
@@ -156,6 +157,7 @@ _active: list[KernelSample] = []
 def native_kernel(name: str, dtype: torch.dtype, flops: Callable[[], float]) -> AbstractContextManager[None]:
     """For a kernel that torch doesn't dispatch: counts and times the body when a step is being sampled.
 
+    dtype: in which it multiplies, whatever its inputs are stored in.
     `flops` is only called then; without a sample this costs well under a microsecond.
     """
     if not _active:
