@@ -31,6 +31,14 @@ def test_a_failing_compiler_is_named_and_leaves_nothing(tmp_path):
     assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
 
 
+def test_the_reason_of_a_fallback_is_one_line(monkeypatch):
+    monkeypatch.setattr(native, "_tried", True)
+    monkeypatch.setattr(native, "_why", "the compiler failed: a.cpp:1:\n   error: no")
+    assert ops.fallback_reason() == "the compiler failed: a.cpp:1: error: no"
+    monkeypatch.setattr(native, "_why", "")
+    assert ops.fallback_reason() == ""
+
+
 def test_the_kernels_share_torchs_thread_pool():
     """One OpenMP runtime in the process: two would each keep threads that wait by spinning."""
     if ops.why_absent():

@@ -5,7 +5,7 @@ from bessemer.ops.attention import Heads, attend, attend_masked, first_keys, spl
 from bessemer.ops.cross_entropy import cross_entropy_rows, linear_cross_entropy
 from bessemer.ops.grouped import grouped_linear
 from bessemer.ops.linear import linear
-from bessemer.ops.native import why_absent
+from bessemer.ops.native import fallback_reason, why_absent
 from bessemer.ops.norm import add_norm
 from bessemer.ops.registry import paths, use
 
@@ -15,6 +15,7 @@ __all__ = [
     "attend",
     "attend_masked",
     "cross_entropy_rows",
+    "fallback_reason",
     "first_keys",
     "gelu",
     "grouped_linear",

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["library", "threads", "why_absent"]
+__all__ = ["fallback_reason", "library", "threads", "why_absent"]
 
 _SOURCES = Path(__file__).with_name("csrc")
 _FLAGS = (
@@ -70,6 +70,11 @@ def why_absent() -> str:
     """Why the native kernels are not in use in this process; empty when they are."""
     library()
     return _why
+
+
+def fallback_reason() -> str:
+    """`why_absent()` in one line, for an event or a warning; empty when the native kernels are in use."""
+    return " ".join(why_absent().split())
 
 
 def threads() -> int:
