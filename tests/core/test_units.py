@@ -4,7 +4,15 @@ import tomllib
 
 import pytest
 
-from bessemer.core.units import format_bytes, format_count, format_rate, format_seconds, toml_text, toml_value
+from bessemer.core.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    toml_text,
+    toml_value,
+)
 
 
 def test_formats():
@@ -20,6 +28,10 @@ def test_formats():
         "3 min 05 s",
         "2 h 03 min",
     ]
+
+
+def test_a_noun_follows_its_number():
+    assert [counted(n, "rank") for n in (0, 1, 2, 4096)] == ["0 ranks", "1 rank", "2 ranks", "4,096 ranks"]
 
 
 def test_toml_reads_back():

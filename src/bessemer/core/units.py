@@ -6,9 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds", "toml_text", "toml_value"]
+__all__ = ["counted", "format_bytes", "format_count", "format_rate", "format_seconds", "toml_text", "toml_value"]
 
 _STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 rank", "4,096 tokens": a number with its noun, whose plural ends in s."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def format_bytes(size_bytes: float) -> str:

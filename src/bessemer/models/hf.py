@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from bessemer.core.errors import CheckpointError, RequestError
 from bessemer.core.hf_config import config_from_spec
 from bessemer.core.model import ModelSpec
+from bessemer.core.paths import user_path
 from bessemer.models.canonical import load_state
 from bessemer.models.hf_names import HEADS, HfTensor, copies, hf_tensors, is_buffer, is_full_precision, normal_name
+from bessemer.models.weight_files import INDEX, weight_files
 
 __all__ = ["export_hf", "import_hf", "read_hf"]
 
-_INDEX = "model.safetensors.index.json"
 _TYPES = {"F32", "BF16", "F16", "F64"}
 _TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -45,7 +46,7 @@ def import_hf(model: nn.Module, folder: str | Path) -> None:
 
 def read_hf(spec: ModelSpec, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """(canonical name, tensor) of every logical tensor, in the files' types; all checks come before the first."""
-    folder = Path(folder)
+    folder = user_path(folder)
     wanted = {t.name: t for t in hf_tensors(spec)}
     stored = _stored(spec, folder)
     _check(spec, folder, wanted, stored)
@@ -60,31 +61,9 @@ class _Stored:
     type: str
 
 
-def _files(folder: Path) -> list[Path]:
-    index, single = folder / _INDEX, folder / "model.safetensors"
-    if single.is_file() and not index.is_file():
-        return [single]
-    if not index.is_file():
-        others = sorted(p.name for p in folder.glob("*.bin")) if folder.is_dir() else []
-        held = f"; it holds {others[0]}, a pickle, which is not read" if others else ""
-        raise CheckpointError(
-            f"{folder} has neither model.safetensors nor {_INDEX}{held}",
-            code="weights-files",
-            fix="give a folder that save_pretrained wrote (safetensors)",
-        )
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is not an index of shards: {error}", code="weights-files") from error
-    absent = sorted(n for n in names if not (folder / n).is_file())
-    if absent:
-        raise CheckpointError(f"{index} names files that are missing: {', '.join(absent)}", code="weights-files")
-    return [folder / n for n in sorted(names)]
-
-
 def _stored(spec: ModelSpec, folder: Path) -> dict[str, _Stored]:
     found: dict[str, _Stored] = {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(file, "pt") as opened:
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
@@ -275,7 +254,7 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: t
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         os.replace(folder / f"part-{number}", folder / file)
         weight_map |= dict.fromkeys(names, file)
-    _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_texts(

@@ -8,16 +8,21 @@ from bessemer.core.job import Job
 from bessemer.core.machine import Machine
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, divisors_near, one_of
+from bessemer.core.units import counted
+from bessemer.models.weight_files import SIZE_KEYS, weights_problems
 
 __all__ = ["problems"]
+
+_ROPE_KEYS = {"original_max_positions": "original_max_position_embeddings"}
 
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
     """Combinations that have no code, and sizes that contradict one another; nothing where there is no `spec`."""
-    del job, machine
+    del machine
     if spec is None:
         return []
-    return [*_not_runnable(spec), *_sizes(spec), *_heads(spec), *_experts(spec), *_rope(spec)]
+    weights = [] if job.model.weights is None else weights_problems(job.model.weights, spec)
+    return [*weights, *_not_runnable(spec), *_sizes(spec), *_heads(spec), *_experts(spec), *_rope(spec)]
 
 
 def _problem(code: str, field: str, what: str, *, why: str, fix: str) -> Problem:
@@ -46,19 +51,24 @@ def _not_runnable(spec: ModelSpec) -> Iterator[Problem]:
 
 
 def _sizes(spec: ModelSpec) -> Iterator[Problem]:
-    fields = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
-    for field in (*fields, "max_positions"):
+    for field, key in SIZE_KEYS.items():
         value = getattr(spec, field)
         if value < 1:
-            yield _problem(
-                "model-size", field, f"{field} = {value}", why="a size is at least 1", fix=f"{field} = 1 or more"
-            )
+            why, fix = "a size is at least 1", f"model.{key} = 1 or more"
+            yield _problem("model-size", key, f"{key} = {value}", why=why, fix=fix)
     if spec.sliding_window is not None and spec.sliding_window < 1:
         what = f"sliding_window = {spec.sliding_window}"
-        yield _problem("model-window", "sliding_window", what, why="a query sees at least itself", fix="1 or more")
+        yield _problem(
+            "model-window",
+            "sliding_window",
+            what,
+            why="a query sees at least itself",
+            fix="model.sliding_window = 1 or more",
+        )
     if spec.norm_eps <= 0:
-        what = f"norm_eps = {spec.norm_eps}"
-        yield _problem("model-eps", "norm_eps", what, why="a row of zeros would divide by zero", fix="norm_eps = 1e-5")
+        key = "rms_norm_eps" if spec.norm == "rmsnorm" else "layer_norm_epsilon"
+        why, fix = "a row of zeros would divide by zero", f"model.{key} = 1e-5"
+        yield _problem("model-eps", key, f"{key} = {spec.norm_eps}", why=why, fix=fix)
 
 
 def _heads(spec: ModelSpec) -> Iterator[Problem]:
@@ -66,7 +76,7 @@ def _heads(spec: ModelSpec) -> Iterator[Problem]:
     if min(heads, kv, spec.head_dim) < 1:
         return
     if spec.mla is None and heads % kv:
-        what = f"num_heads = {heads} can't share {kv} key/value heads"
+        what = f"num_attention_heads = {heads} can't share {counted(kv, 'key/value head')}"
         why = "each key/value head serves the same whole number of query heads"
         fix = one_of("model.num_key_value_heads", divisors_near(heads))
         yield _problem("model-kv-heads", "num_key_value_heads", what, why=why, fix=fix)
@@ -83,7 +93,7 @@ def _experts(spec: ModelSpec) -> Iterator[Problem]:
     size = moe.num_experts // moe.num_groups
     open_to_a_token = size * min(moe.top_groups, moe.num_groups)
     if moe.top_k > open_to_a_token:
-        what = f"{moe.top_k} experts a token of the {open_to_a_token} in {moe.top_groups} groups"
+        what = f"{counted(moe.top_k, 'expert')} a token of the {open_to_a_token} in {counted(moe.top_groups, 'group')}"
         why = f"a group holds {size} of the {moe.num_experts} experts"
         fix = f"model.num_experts_per_tok = {open_to_a_token} or less, or a larger model.topk_group"
         yield _problem("model-experts", "num_experts_per_tok", what, why=why, fix=fix)
@@ -101,10 +111,10 @@ def _rope(spec: ModelSpec) -> Iterator[Problem]:
     }
     absent = [f for f in needs.get(spec.rope.kind, ()) if getattr(spec.rope, f) is None]
     if absent:
-        what = f"the {spec.rope.kind} rotary scaling lacks {', '.join(absent)}"
-        yield _problem(
-            "model-rope", "rope_scaling", what, why="the rule is not defined without", fix="give " + ", ".join(absent)
-        )
+        keys = [_ROPE_KEYS.get(field, field) for field in absent]
+        what = f"the {spec.rope.kind} rotary scaling lacks {', '.join(keys)}"
+        fix = "model.rope_scaling.rope_type, and with it " + ", ".join(f"model.rope_scaling.{key}" for key in keys)
+        yield _problem("model-rope", "rope_scaling", what, why="the rule is not defined without", fix=fix)
     if spec.rope.interleaved and spec.mla is None:
         what = "interleaved rotary pairs are not built for dense models"
         why = "the dense families turn the two halves of a head"
