@@ -251,3 +251,16 @@ def test_all_problems_are_reported_at_once():
         "model.rope_scaling.type",
         "model.extra",
     }
+
+
+@pytest.mark.parametrize(
+    ("change", "fix"),
+    [
+        ({"head_dim": 15}, "model.head_dim = 16"),
+        ({"hidden_act": "relu"}, 'model.hidden_act = "silu", "swish"'),
+        ({"hidden_size": 0}, "model.hidden_size = a whole number of at least 1"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "model.rope_scaling.factor = N"),
+    ],
+)
+def test_a_fix_names_the_key_with_its_table(change, fix):
+    assert fix in [p.fix for p in problems({**LLAMA, **change})]

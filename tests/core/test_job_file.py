@@ -249,3 +249,9 @@ def test_the_written_default_job_names_every_field_that_has_a_value() -> None:
         assert f"[{section}]" in text
         for key in keys:
             assert (f"\n{key} = " in text) or getattr(table, key) is None
+
+
+def test_a_default_warm_up_that_is_written_out_is_the_same_run() -> None:
+    chosen, given = (Job(train=TrainSection(steps=50, warmup_steps=steps)) for steps in (None, 5))
+    assert chosen.identity == given.identity
+    assert chosen.identity != Job(train=TrainSection(steps=50, warmup_steps=10)).identity

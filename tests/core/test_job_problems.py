@@ -80,11 +80,14 @@ def _found(job: str, sets: tuple[str, ...]) -> dict[tuple[str, str], Problem]:
         (("precision.recipe=nvfp4", "machine.name=h100"), "recipe-machine", "precision.recipe", "h100"),
         (("model.num_hidden_layers=1000000000000",), "model-value", "model.num_hidden_layers", "at most 100000"),
         (("machine.gpus=3", "layout.dp=2"), "gpus", "machine.gpus", "needs 2"),
+        (("machine.gpus=3",), "gpus", "machine.gpus", "= 1 rank"),
+        (("train.steps=5", "train.warmup_steps=10"), "warmup-steps", "train.warmup_steps", "longer than the run"),
+        (("model.head_dim=15",), "model-heads", "model.head_dim", "15 dimensions"),
     ],
 )
 def test_contradiction(empty: str, sets: tuple[str, ...], code: str, where: str, part: str) -> None:
     problem = _found(empty, sets)[code, where]
-    assert part in problem.what
+    assert part in f"{problem.what}\n{problem.why}"
     assert problem.fix
 
 

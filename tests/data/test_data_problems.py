@@ -97,6 +97,36 @@ def test_a_corpus_below_one_batch(tmp_path: Path) -> None:
     assert one.code == "corpus-small"
 
 
+def test_an_empty_corpus_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    (one,) = found(tmp_path, paths=[str(tmp_path / "a.txt")])
+    assert (one.code, one.where) == ("corpus-empty", "data") and "empty" in one.what
+    (tmp_path / "b.txt").write_text("x")
+    (one,) = found(tmp_path, paths=[str(tmp_path / "*.txt")], train={"global_batch": 1})
+    assert one.code == "corpus-small" and one.why.startswith("1 sequence of")
+
+
+@pytest.mark.parametrize("pattern", ["gone", "no*.txt"])
+def test_relative_paths_say_from_where_they_are_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (one,) = found(tmp_path, paths=[pattern])
+    assert f"meant from the current directory, {tmp_path}" in one.why and "same command in the directory" in one.fix
+    (one,) = found(tmp_path, paths=[str(tmp_path / pattern)])
+    assert "current directory" not in one.why + one.fix
+
+
+def test_a_tilde_is_the_home_folder_in_paths_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_texts(tmp_path / "c")
+    content = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": "<|endoftext|>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert found(tmp_path, paths=["~/c", "~/c/*.txt"], tokenizer="~/tokenizer.json") == []
+    (one,) = found(tmp_path, paths=["~no-such-user/a.txt"])  # no crash: nobody has this home folder
+    assert one.code == "paths-empty"
+
+
 def test_token_files(tmp_path: Path) -> None:
     write_megatron(tmp_path / "m", [[[1] * 200]], code=8)
     assert found(tmp_path, paths=[str(tmp_path / "m")], train={"global_batch": 6}) == []

@@ -191,11 +191,11 @@ def test_an_empty_corpus(tmp_path: Path) -> None:
 def test_a_split_without_a_sample_and_a_corpus_below_a_batch(tmp_path: Path) -> None:
     texts = {split_of(some_text(i, 30).encode(), 0.2): some_text(i, 30) for i in range(20)}
     (tmp_path / "a.txt").write_text(texts["val"])
-    with pytest.raises(DataError, match="the train split has 0 tokens in 0 of 1 documents") as caught:
+    with pytest.raises(DataError, match="the train split has 0 tokens in 0 of 1 document, ") as caught:
         prepare(make_job(tmp_path, paths=[str(tmp_path / "a.txt")]))
     assert "data.val_fraction = 0" in caught.value.fix and "seq_len" not in caught.value.fix
     (tmp_path / "a.txt").write_text(texts["train"])
-    with pytest.raises(DataError, match="the val split has 0 tokens in 0 of 1 documents") as caught:
+    with pytest.raises(DataError, match="the val split has 0 tokens in 0 of 1 document, ") as caught:
         prepare(make_job(tmp_path, paths=[str(tmp_path / "a.txt")]))
     assert caught.value.code == "split-empty" and "data.val_fraction = 0" in caught.value.fix
     job = make_job(tmp_path, paths=[str(tmp_path / "a.txt")], val_fraction=0, train={"global_batch": 100})

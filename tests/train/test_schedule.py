@@ -40,3 +40,11 @@ def test_constant_stays() -> None:
 
 def test_a_run_shorter_than_its_warm_up_never_passes_the_peak() -> None:
     assert max(factors(steps=5, warmup_steps=10)) == 0.5
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (30, 3), (100, 10), (5000, 10)])
+def test_the_default_warm_up_follows_the_length_of_the_run(steps: int, warmup: int) -> None:
+    values = factors(steps=steps, warmup_steps=None)
+    assert TrainSection(steps=steps).warmup == warmup
+    assert max(values) == 1.0 and values.index(1.0) == max(0, warmup - 1)
+    assert values == factors(steps=steps, warmup_steps=warmup)

@@ -17,7 +17,7 @@ from bessemer.core.memory import job_bytes, memory_lines
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, render
 from bessemer.core.resolve import resolve_model
-from bessemer.core.units import format_bytes, format_count, format_rate
+from bessemer.core.units import counted, format_bytes, format_count, format_rate
 from bessemer.data import problems as data
 from bessemer.keep import problems as keep
 from bessemer.models import problems as models
@@ -135,10 +135,11 @@ def _summary(job: Job, spec: ModelSpec, machine: Machine) -> dict[str, str]:
     limit = machine.limit_bytes
     ranks = f"{layout.world_size} rank" + ("s: " + " x ".join(degrees) if layout.world_size > 1 else "")
     return {
-        "model": f"{spec.family}, {counts.total:,} parameters{active}, {spec.num_layers} layers",
-        "data": f"{corpus}; tokenizer {job.data.tokenizer}; {seq_len:,} tokens a sequence",
-        "batch": f"{batch:,} sequences = {batch * seq_len:,} tokens a step, in units of {job.unit} sequences",
-        "run": f"{job.train.steps:,} steps = {format_count(tokens)} tokens",
+        "model": f"{spec.family}, {counts.total:,} parameters{active}, {counted(spec.num_layers, 'layer')}",
+        "data": f"{corpus}; tokenizer {job.data.tokenizer}; {counted(seq_len, 'token')} a sequence",
+        "batch": f"{counted(batch, 'sequence')} = {counted(batch * seq_len, 'token')} a step, "
+        f"in units of {counted(job.unit, 'sequence')}",
+        "run": f"{counted(job.train.steps, 'step')} = {format_count(tokens)} token{'s' if tokens != 1 else ''}",
         "compute": f"{_flops(flops)} a token (forward and backward, causal), {_flops(flops * tokens)} in all",
         "layout": ranks + (f"; {job.shard} ranks share a copy (dp_shard {layout.dp_shard})" if job.shard > 1 else ""),
         "machine": f"{machine.name}, {job.precision.recipe}",

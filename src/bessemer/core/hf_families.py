@@ -125,7 +125,7 @@ def _unknown_family(name: object, place: Callable[[str], str]) -> Problem:
         where=place("model_type"),
         what="model_type is missing" if name is None else f"the model family {name!r} is not supported",
         why=f"supported families: {supported}",
-        fix=f'"{near[0]}"' if near else f"one of {supported}",
+        fix=f'model.family = "{near[0]}"' if near else f"model.family = one of {supported}",
     )
 
 
@@ -261,7 +261,7 @@ def _window_fields(keys: KeyReader, family: Family, layers: int) -> dict[str, An
             "layer_types",
             "layer_types asks for sliding_attention, but there is no sliding window",
             "use_sliding_window is false or sliding_window is null",
-            "use_sliding_window = true and sliding_window = N, or layer_types all full_attention",
+            "use_sliding_window = true and sliding_window = N, or model.layer_types all full_attention",
         )
     return {}
 
@@ -350,7 +350,9 @@ def _check_heads(keys: KeyReader, fields: Mapping[str, Any], name: str) -> None:
         return
     if moe.top_k > moe.num_experts:
         what = f"num_experts_per_tok = {moe.top_k} of {moe.num_experts} experts"
-        keys.report("model-experts", "num_experts_per_tok", what, "", f"at most {moe.num_experts}")
+        keys.report(
+            "model-experts", "num_experts_per_tok", what, "", f"num_experts_per_tok = {moe.num_experts} or less"
+        )
     if moe.num_experts % moe.num_groups or moe.top_groups > moe.num_groups:
         what = f"{moe.num_experts} experts in {moe.num_groups} groups, of which {moe.top_groups} are chosen"
         why = "groups hold equally many experts, and no more can be chosen than there are"

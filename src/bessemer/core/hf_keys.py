@@ -5,6 +5,7 @@ Every problem is collected, not only the first; a key that failed gives a placeh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -39,11 +40,14 @@ says how its makers trained. In a job file all of these are errors, since they w
 class KeyReader:
     """Takes typed values out of a config; `place(key)` is the dotted field that a problem of that key names."""
 
-    def __init__(self, config: Mapping[str, Any], place: Callable[[str], str], aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], place: Callable[[str], str], aliases: Mapping[str, str], table: str = "model"
+    ) -> None:
         self.problems: list[Problem] = []
         self.wrong: set[str] = set()
         """Keys with a problem: what follows from their values says nothing."""
         self._place = place
+        self._table = table
         self._values: dict[str, Any] = {}
         self._known: set[str] = set()
         for key, value in config.items():
@@ -55,8 +59,9 @@ class KeyReader:
             self._values[name] = value
 
     def report(self, code: str, key: str, what: str, why: str, fix: str) -> None:
-        """Adds a problem at `key`."""
+        """Adds a problem at `key`. Each "key = " of the fix is said with the table of a job in which it is typed."""
         self.wrong.add(key)
+        fix = re.sub(r"(?<![\w.])(\w+)(?= = )", rf"{self._table}.\1", fix)
         self.problems.append(Problem(code=code, where=self._place(key), what=what, why=why, fix=fix))
 
     def integer(self, key: str, default: Any = REQUIRED, *, least: int = 1, most: int | None = None) -> int:
@@ -170,7 +175,7 @@ class KeyReader:
 
     def part(self, table: str, values: Mapping[str, Any]) -> KeyReader:
         """A reader of the values inside `table`, which names its keys `table.key` and reports here."""
-        inner = KeyReader(values, lambda key: self._place(f"{table}.{key}"), {})
+        inner = KeyReader(values, lambda key: self._place(f"{table}.{key}"), {}, f"{self._table}.{table}")
         inner.problems = self.problems
         return inner
 

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field
 
 from bessemer.core.layout import Layout
 from bessemer.core.model import Frozen
+from bessemer.core.paths import user_path
 
 __all__ = [
     "Corpus",
@@ -40,7 +41,7 @@ class RunSection(Frozen):
 
     @property
     def folder(self) -> Path:
-        return Path(self.dir) / self.name
+        return user_path(self.dir) / self.name
 
 
 class ModelSection(Frozen):
@@ -91,7 +92,7 @@ class TrainSection(Frozen):
     lr: float = Field(default=3e-3, gt=0)
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)  # of lr, at the last step
-    warmup_steps: int = Field(default=10, ge=0)
+    warmup_steps: int | None = Field(default=None, ge=0)  # default: see `warmup`
     decay_fraction: float | None = Field(default=None, gt=0, le=1)  # wsd: the last part of the run; default 0.2
     optimizer: Literal["adamw", "muon"] = "adamw"
     muon_lr: float | None = Field(default=None, gt=0)  # of the hidden matrices; default 0.02
@@ -104,6 +105,11 @@ class TrainSection(Frozen):
     eval_every: int = Field(default=0, ge=0)  # steps; 0: only at the end
     eval_sequences: int = Field(default=64, gt=0)
     recompute: Literal["none"] = "none"
+
+    @property
+    def warmup(self) -> int:
+        """Steps over which lr rises from 0: as given, else a tenth of the run, at most 10. So lr is always reached."""
+        return min(10, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 
 class PrecisionSection(Frozen):
@@ -199,6 +205,7 @@ class Job(Frozen):
             ("train", "recompute"),
         ):
             kept[section].pop(key)
+        kept["train"]["warmup_steps"] = self.train.warmup  # a default that is written out changes nothing
         return kept
 
 

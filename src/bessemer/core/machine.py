@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 
 from bessemer.core.errors import ConfigError
 from bessemer.core.model import Frozen
+from bessemer.core.paths import user_path
 from bessemer.core.problem import Problem, nearest
 from bessemer.core.units import toml_text
 
@@ -143,7 +144,7 @@ def machine_names() -> tuple[str, ...]:
 
 def cpu_local_file(cache: str = DEFAULT_CACHE) -> Path:
     """Where measured figures of this computer are kept: a machine file named `cpu-local`."""
-    return Path(cache).expanduser() / "machines" / "cpu-local.toml"
+    return user_path(cache) / "machines" / "cpu-local.toml"
 
 
 def load_machine(name: str, *, cache: str = DEFAULT_CACHE) -> Machine:
@@ -153,7 +154,7 @@ def load_machine(name: str, *, cache: str = DEFAULT_CACHE) -> Machine:
     the memory is what this process may use now. ConfigError for an unknown name, a missing or a malformed file.
     """
     if "/" in name or name.endswith(".toml"):
-        return _from_path(Path(name).expanduser())
+        return _from_path(user_path(name))
     if name not in machine_names():
         near = nearest(name.lower().replace("_", "-"), machine_names()) or list(machine_names())
         why = "known machines: " + ", ".join(machine_names())

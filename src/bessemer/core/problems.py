@@ -10,6 +10,7 @@ from bessemer.core.memory import memory_problem
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, nearest, one_of
 from bessemer.core.recipes import RECIPES
+from bessemer.core.units import counted
 
 __all__ = ["problems"]
 
@@ -58,7 +59,7 @@ def _recipe(job: Job, machine: Machine | None) -> Iterator[Problem]:
 
 def _positions(job: Job, spec: ModelSpec) -> Iterator[Problem]:
     if job.data.seq_len > spec.max_positions:
-        what = f"seq_len = {job.data.seq_len} is longer than the {spec.max_positions} positions of the model"
+        what = f"seq_len = {job.data.seq_len} is longer than the {counted(spec.max_positions, 'position')} of the model"
         why = "positions beyond were never meant to be computed, and learned ones don't exist"
         fix = f"data.seq_len = {spec.max_positions} or less"
         if spec.positions == "rope":
@@ -75,9 +76,9 @@ def _devices(job: Job, machine: Machine) -> Iterator[Problem]:
         rest = layout.cp * layout.tp * layout.pp
         if job.machine.gpus % rest == 0:
             fix += f", or layout.dp = {job.machine.gpus // rest}"
-        yield _problem("gpus", "machine.gpus", what, why=f"{degrees} = {world} ranks", fix=fix)
+        yield _problem("gpus", "machine.gpus", what, why=f"{degrees} = {counted(world, 'rank')}", fix=fix)
     if machine.device != "cpu" and world > per_node and world % per_node:
-        what = f"{world} ranks don't fill hosts of gpus_per_node = {per_node}"
+        what = f"{counted(world, 'rank')} don't fill hosts of gpus_per_node = {per_node}"
         why = f"{degrees} = {world}; a run takes whole hosts, or a part of one"
         fits = [d for d in range(per_node, 0, -1) if world % d == 0][:1]
         fix = f"machine.gpus_per_node = {fits[0]}, or a layout of {world // per_node * per_node} or "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from bessemer.core.errors import ConfigError
 from bessemer.core.hf_families import spec_from_config
 from bessemer.core.job import ModelSection
 from bessemer.core.model import ModelSpec
+from bessemer.core.paths import user_path
 from bessemer.core.presets import preset_config, without_none
 from bessemer.core.problem import Problem
 
@@ -72,7 +72,7 @@ def resolve_model(section: ModelSection) -> ModelSpec:
 
 def read_config(folder: str, where: str) -> dict[str, Any]:
     """The config.json of a folder (or the file itself). ConfigError, naming field `where`, when it can't be read."""
-    path = Path(folder).expanduser()
+    path = user_path(folder)
     file = path if path.suffix == ".json" else path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

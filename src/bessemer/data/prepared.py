@@ -19,6 +19,8 @@ from typing import Any
 
 from bessemer.core.errors import DataError, MissingExtra
 from bessemer.core.job import DataSection, Job
+from bessemer.core.paths import user_path
+from bessemer.core.units import counted
 from bessemer.data._files import cache_errors, locked, read_json, write_durable
 from bessemer.data.listing import Listing, list_contents
 from bessemer.data.megatron import index_documents
@@ -76,7 +78,7 @@ def prepare(job: Job, progress: Progress | None = None, *, shard_bytes: int = SH
     the next one goes on behind the finished shards. `progress(done, total)` counts bytes of the corpus.
     Raises DataError (`docs/errors.md` lists the codes) and MissingExtra.
     """
-    cache = Path(job.data.cache).expanduser()
+    cache = user_path(job.data.cache)
     parts = parts_of(job.data)
     recipe = Recipe(job.data.text_key, job.data.val_fraction, shard_bytes)
     with cache_errors(cache):
@@ -167,7 +169,7 @@ def _tokenizer_file(
     """The path of the job's tokenizer.json, which is trained or written here if the cache lacks it."""
     size = bpe_size(data.tokenizer)
     if size is None and data.tokenizer != "bytes":
-        return Path(data.tokenizer).expanduser()
+        return user_path(data.tokenizer)
     if size is None:
         path = cache / "tokenizers" / "bytes" / "tokenizer.json"
         if not path.is_file():
@@ -229,7 +231,8 @@ def _refuse_too_small(job: Job, parts: Sequence[Part], prepared: Prepared) -> No
         batch = max([job.train.global_batch, *(size for _, size in job.train.batch_ramp)])
         if split == "train" and sum(windows) < batch:
             raise DataError(
-                f"the training split gives {sum(windows)} samples of {length} tokens, one step takes {batch}",
+                f"the training split gives {counted(sum(windows), 'sample')} of {counted(length, 'token')}, "
+                f"one step takes {batch}",
                 code="corpus-small",
                 fix=f"train.global_batch = {sum(windows)} or less, a smaller data.seq_len, or more text",
             )
@@ -247,7 +250,8 @@ def _split_empty(job: Job, part: Part, split: str, manifest: dict[str, Any]) -> 
         fixes.append(f"a {'larger' if split == 'val' else 'smaller'} one than {fraction:g}")
     fix = ", ".join(fixes[:-1]) + f" or {fixes[-1]}" if len(fixes) > 1 else fixes[0]
     return DataError(
-        f"{part.where}: the {split} split has {own['tokens']} tokens in {own['documents']} of {documents} documents, "
+        f"{part.where}: the {split} split has {counted(own['tokens'], 'token')} in {own['documents']} of "
+        f"{counted(documents, 'document')}, "
         f"one sample needs {length + 1}",
         code="split-empty",
         fix=fix,

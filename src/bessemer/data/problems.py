@@ -11,7 +11,9 @@ from bessemer.core.errors import DataError
 from bessemer.core.job import DataSection, Job
 from bessemer.core.machine import Machine
 from bessemer.core.model import ModelSpec
+from bessemer.core.paths import user_path
 from bessemer.core.problem import Problem, nearest
+from bessemer.core.units import counted
 from bessemer.data.sources import CORPORA, Part, SourceFile, find, iter_stdlib, parts_of, why_nothing
 from bessemer.data.tokenizer_file import BYTES_VOCAB, bpe_size, end_token_of, id_of, vocab_size_of
 from bessemer.data.weights import MAX_PERIOD, period_of
@@ -112,7 +114,7 @@ def _tokenizer(data: DataSection, spec: ModelSpec | None) -> Iterator[Problem]:
 
 
 def _tokenizer_file(name: str, spec: ModelSpec | None) -> Iterator[Problem]:
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir() or not path.is_file():
         yield _no_such_tokenizer(name, path)
         return
@@ -172,7 +174,7 @@ def _validation(job: Job) -> Iterator[Problem]:
         yield _problem(
             "val-none",
             "data.val_fraction",
-            f"val_fraction = 0 leaves nothing to evaluate every {job.train.eval_every} steps",
+            f"val_fraction = 0 leaves nothing to evaluate every {counted(job.train.eval_every, 'step')}",
             why="train.eval_every asks for evaluations on the validation split",
             fix="data.val_fraction = 0.02, or train.eval_every = 0",
         )
@@ -227,11 +229,16 @@ def _too_small(job: Job) -> Iterator[Problem]:
             most += own
             if most >= needed:
                 return
+    if not any(_bytes_of(file) for part in parts_of(job.data) for file in _files(part)):
+        what, why = "the corpus is empty: no file of it holds a byte", "there is nothing to learn from"
+        yield _problem("corpus-empty", "data", what, why=why, fix="name files with text in them in data.paths")
+        return
     yield _problem(
         "corpus-small",
         "train.global_batch" if most else "data",
-        f"the corpus can't give one batch: at most {most:,} tokens, a step takes {needed - 1:,} and one more",
-        why=f"{batch} sequences of {job.data.seq_len} tokens from {_size_words(job.data.tokenizer)}",
+        f"the corpus can't give one batch: at most {counted(most, 'token')}, a step takes {needed - 1:,} and one more",
+        why=f"{counted(batch, 'sequence')} of {counted(job.data.seq_len, 'token')} from "
+        + _size_words(job.data.tokenizer),
         fix=_smaller(job, most),
     )
 
@@ -239,6 +246,10 @@ def _too_small(job: Job) -> Iterator[Problem]:
 def _smaller(job: Job, most: int) -> str:
     fits = (most - 1) // job.data.seq_len
     return (f"train.global_batch = {fits} or less, " if fits > 0 else "") + "a smaller data.seq_len, or more text"
+
+
+def _bytes_of(file: SourceFile) -> int:
+    return file.path.stat().st_size
 
 
 def _size_words(tokenizer: str) -> str:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from bessemer.core.errors import DataError
 from bessemer.core.job import DataSection
+from bessemer.core.paths import user_path
 
 __all__ = [
     "CORPORA",
@@ -118,7 +119,7 @@ def _refuse_mixed(part: Part, files: Sequence[SourceFile]) -> None:
 
 def find(pattern: str) -> Iterator[SourceFile]:
     """The files that one path of the job stands for, unsorted and lazily, so that a caller may stop early."""
-    path = Path(pattern).expanduser()
+    path = user_path(pattern)
     if path.is_file():
         yield from _known(path)
     elif path.is_dir():
@@ -166,7 +167,7 @@ def iter_stdlib() -> Iterator[SourceFile]:
 
 def why_nothing(pattern: str) -> tuple[str, str]:
     """For a path without files: the reason and the fix."""
-    path = Path(pattern).expanduser()
+    path = user_path(pattern)
     endings = " ".join(KINDS)
     if path.is_dir():
         return f"nothing below this folder ends in {endings}", "put text files there, or name another folder"
@@ -174,7 +175,11 @@ def why_nothing(pattern: str) -> tuple[str, str]:
         if path.suffix == ".bin":
             return f"{path.with_suffix('.idx')} is not beside it", "a Megatron .bin needs the .idx written with it"
         return f"the ending {path.suffix or '(none)'!r} is not one of {endings}", "rename or convert the file"
+    here, correct = "", "correct the path"
+    if not path.is_absolute():
+        here = f"; relative paths are meant from the current directory, {Path.cwd()}"
+        correct += ", or type the same command in the directory that it is meant from"
     if glob.has_magic(str(path)):
-        return f"no file with a known ending ({endings}) matches in {Path.cwd()}", "correct the pattern"
+        return f"no file with a known ending ({endings}) matches{here}", correct
     parent = next(p for p in path.absolute().parents if p.is_dir())
-    return f"it does not exist; the last folder on its way that does is {parent}", "correct the path"
+    return f"it does not exist; the last folder on its way that does is {parent}{here}", correct

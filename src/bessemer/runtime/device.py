@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from bessemer.core.errors import RequestError
+from bessemer.core.units import counted
 from bessemer.runtime.host import cpu_model, status_bytes
 
 __all__ = ["Cpu", "Device", "Gpu", "available_kinds", "pick_device"]
@@ -94,7 +95,7 @@ class Gpu(_Threads):
             raise RequestError(
                 f"local rank {local_rank} has no device of its own: this host shows {count} of kind {kind!r}",
                 code="device-count",
-                fix=f"start at most {count} ranks on this host, or show it more devices",
+                fix=f"start at most {counted(count, 'rank')} on this host, or show it more devices",
             )
         self.torch_device = torch.device(kind, local_rank)
         self._module.set_device(self.torch_device)

@@ -76,19 +76,19 @@ def _ramp(train: TrainSection) -> Iterator[Problem]:
 
 def _schedule(train: TrainSection) -> Iterator[Problem]:
     default = TrainSection()
-    if train.warmup_steps > train.steps and train.warmup_steps != default.warmup_steps:
-        what = f"warmup_steps = {train.warmup_steps} is longer than the run of {train.steps} steps"
-        fix = f"train.warmup_steps = {train.steps // 10}, or train.steps = {train.warmup_steps * 10}"
+    if train.warmup > train.steps:
+        what = f"warmup_steps = {train.warmup} is longer than the run of {train.steps} steps"
+        fix = f"train.warmup_steps = {train.steps // 10}, or train.steps = {train.warmup * 10}"
         yield _problem("warmup-steps", "warmup_steps", what, why="lr would never be reached", fix=fix)
     if train.lr_schedule == "constant" and train.min_lr_ratio != default.min_lr_ratio:
         yield _ignored(train, "min_lr_ratio", 'lr_schedule = "constant"', 'train.lr_schedule = "cosine"')
     if train.decay_fraction is not None and train.lr_schedule != "wsd":
         yield _ignored(train, "decay_fraction", f'lr_schedule = "{train.lr_schedule}"', 'train.lr_schedule = "wsd"')
-    elif train.decay_fraction is not None and train.warmup_steps <= train.steps:
+    elif train.decay_fraction is not None and train.warmup <= train.steps:
         decay = round(train.decay_fraction * train.steps)
-        if train.warmup_steps + decay > train.steps:
-            what = f"warm-up ({train.warmup_steps} steps) and decay ({decay}) overlap in a run of {train.steps} steps"
-            most = (train.steps - train.warmup_steps) / train.steps
+        if train.warmup + decay > train.steps:
+            what = f"warm-up ({train.warmup} steps) and decay ({decay}) overlap in a run of {train.steps} steps"
+            most = (train.steps - train.warmup) / train.steps
             fix = f"train.decay_fraction = {int(most * 100) / 100} or less" if most >= 0.01 else "a shorter warm-up"
             yield _problem("decay-overlap", "decay_fraction", what, why="wsd warms up, holds, then decays", fix=fix)
 

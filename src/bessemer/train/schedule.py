@@ -15,14 +15,15 @@ WSD_DECAY = 0.2
 def lr_factor(train: TrainSection, step: int) -> float:
     """The factor on `lr` for step `step` (from 0): linear warm-up, then the schedule down to `min_lr_ratio`.
 
-    The warm-up's first step already moves: factor 1/warmup_steps. The last step reaches `min_lr_ratio` exactly.
+    The warm-up's first step already moves: factor 1/`warmup`. The last step reaches `min_lr_ratio` exactly.
     cosine: half a cosine wave; linear: a line; wsd: constant, then a line over the last `decay_fraction`.
     """
-    if step < train.warmup_steps:
-        return (step + 1) / train.warmup_steps
+    warmup = train.warmup
+    if step < warmup:
+        return (step + 1) / warmup
     if train.lr_schedule == "constant":
         return 1.0
-    first, last = train.warmup_steps, train.steps - 1
+    first, last = warmup, train.steps - 1
     if train.lr_schedule == "wsd":
         decay_steps = max(1, round(train.steps * (train.decay_fraction or WSD_DECAY)))
         first = max(first, last - decay_steps)
