@@ -14,6 +14,8 @@ from fake_ranks import alive, job_in, until
 
 from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
+from bessemer.keep.join import host_place
+from bessemer.keep.launch import find_launch
 from bessemer.keep.run_folder import RunFolder
 
 JOIN = """
@@ -176,3 +178,18 @@ def test_killed_ranks_leave_no_services_behind(tmp_path: Path) -> None:
             process.kill()
         until(lambda: not alive(services), "the end of the services", 20)
     RunFolder(job).lock()
+
+
+def test_what_killed_services_left_is_cleared_by_the_next_launch(tmp_path: Path) -> None:
+    job = job_in(tmp_path)
+    body = "if member.rank == 0: open(sys.argv[1] + '.place', 'w').write(str(member.agent.parent))\nmember.close()"
+    launch = find_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                          "MASTER_PORT": "29999"})  # fmt: skip
+    assert launch is not None
+    place = host_place(launch, job)
+    (place / "vstale").mkdir()
+    with launched(job, body) as ranks:
+        results = ends(ranks)
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert (tmp_path / "job.toml.place").read_text() == str(place)
+    assert not place.exists()

@@ -107,7 +107,11 @@ def _prepare(options: Options, journal: Journal) -> int | None:
 
     def stopped(name: str) -> int:
         journal.event("stop_requested", signal=name)
-        return stopped_early(journal, "while the data was prepared", _again(options, journal.folder))
+        return stopped_early(
+            journal,
+            "while the data was prepared; finished token shards stay",
+            _again(options, journal.folder),
+        )
 
     with signals_raise() as wishes:
         try:

@@ -22,7 +22,7 @@ from bessemer.core.errors import BessemerError
 from bessemer.core.job import Job
 from bessemer.keep.agent import Options, Timeouts
 from bessemer.keep.hub import Hub, signals_into
-from bessemer.keep.join import SERVICES_S
+from bessemer.keep.join import SERVICES_S, is_listening
 from bessemer.keep.journal import Journal
 from bessemer.keep.progress import Printer
 from bessemer.keep.reception import RankState, Reception
@@ -47,6 +47,9 @@ class Services:
         self.journal: Journal | None = None
         self.ranks: dict[int, RankState] = {}
         (place / "agent").unlink(missing_ok=True)  # of a launch that was killed
+        for old in place.glob("v*"):
+            if not is_listening(old / "vault"):  # else it still finishes its last write
+                shutil.rmtree(old, ignore_errors=True)
         self.hub = Hub(place / "agent")
         self._place = place
         self._inner = Path(tempfile.mkdtemp(prefix="v", dir=place))  # an earlier vault may still hold the old one
@@ -127,7 +130,7 @@ class Services:
         report = state.report or {}
         if report.get("exit_code") != 2:
             return
-        refusal = {"kind": "refused", "code": report["code"], "message": report["message"], "fix": report["fix"]}
+        refusal = {"kind": "refused", **{key: report[key] for key in ("code", "message", "fix", "rank")}}
         self.reception.welcome = refusal
         for other in self.ranks.values():
             if other.link is not None and other is not state:

@@ -6,6 +6,7 @@ the vault, and on the host of global rank 0 hold the run folder's lock and write
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from bessemer.core.job import Job
     from bessemer.keep.member import Member
 
-__all__ = ["join_host", "rendezvous"]
+__all__ = ["host_place", "is_listening", "join_host", "rendezvous"]
 
 SERVICES_S = 120.0
 """How long the host's services may take to come up; they wait that long, too, for ranks that never come."""
@@ -53,7 +54,7 @@ def join_host(kind: type[Member], launch: Launch, job: Job, vault: bool = True) 
     member.run_folder = job.run.folder.expanduser().absolute()
     member.services = services
     deadline = time.monotonic() + SERVICES_S
-    while not _listening(place / "agent"):
+    while not is_listening(place / "agent"):
         if services is not None and services.poll() is not None:
             raise PeerLost(
                 f"the services of {socket.gethostname()} ended with code {services.returncode}; their error is above",
@@ -117,15 +118,13 @@ def _store_elsewhere(member: Member) -> Any:
 
     threading.Thread(target=meet, name="bessemer-rendezvous", daemon=True).start()
     while True:
-        try:
+        with contextlib.suppress(Empty):
             outcome = met.get(timeout=_LOOK_UP_S)
-        except Empty:
-            if member.stop_requested:
-                raise Stopped("stopped on request before the ranks had met", rank=member.rank) from None
-            continue
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+        if member.stop_requested:
+            raise Stopped("stopped on request before the ranks had met", rank=member.rank)
 
 
 def _not_met(member: Member, error: RuntimeError) -> BessemerError:
@@ -175,7 +174,7 @@ def _start_services(launch: Launch, job: Job, place: Path, vault: bool) -> subpr
     return services
 
 
-def _listening(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Whether somebody accepts connections there; a socket file alone may be left of a dead launch."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:

@@ -304,7 +304,7 @@ class Member:
                 self._welcome = record
             elif kind == "refused":
                 fix, code = record.get("fix", ""), record.get("code", "bad-launch")
-                raise RequestError(record["message"], code=code, fix=fix, rank=self.rank)
+                raise RequestError(record["message"], code=code, fix=fix, rank=record.get("rank", self.rank))
 
     def _wait(self, timeout_s: float) -> bool:
         assert self._socket is not None
