@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
+from bessemer.core.paths import user_path
 from bessemer.models.build import build
 from bessemer.models.hf import import_hf
 from bessemer.parallel.data import DataParallel, data_parallel
@@ -43,7 +43,7 @@ def assemble(job: Job, spec: ModelSpec, mesh: Mesh) -> Assembly:
     dtype = COMPUTE_DTYPES[job.precision.recipe]
     module = build(spec, seed=job.train.seed, device=mesh.device, compute_dtype=dtype)
     if job.model.weights is not None:
-        import_hf(module, Path(job.model.weights).expanduser())  # while it is whole; a checkpoint replaces it later
+        import_hf(module, user_path(job.model.weights))  # while it is whole; a checkpoint replaces it later
     parallel = data_parallel(module, mesh, job.layout.dp_shard)
     optimizer = Optimizer(module, job.train)
     step = Step(job, mesh, parallel, optimizer, on_bad=partial(stop_non_finite, job, mesh, parallel))

@@ -110,7 +110,7 @@ class Optimizer:
         hidden = {n for n, p in named if train.optimizer == "muon" and n.startswith(inner) and p.ndim >= 2}
         decayed = [p for n, p in named if n not in hidden and p.ndim >= 2]
         spared = [p for n, p in named if n not in hidden and p.ndim < 2]
-        self.params = dict(named)
+        self.params = dict(module.named_parameters())  # those without a gradient are state too
         groups = [
             {"params": decayed, "weight_decay": train.weight_decay},
             {"params": spared, "weight_decay": 0.0},

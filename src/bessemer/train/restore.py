@@ -11,6 +11,7 @@ import torch
 
 from bessemer.core.errors import CheckpointError
 from bessemer.core.job import Job
+from bessemer.core.paths import user_path
 from bessemer.keep.checkpoint import Checkpoint, CheckpointFolder
 from bessemer.train.assembly import Assembly
 from bessemer.train.state import state_names, state_slices
@@ -70,7 +71,7 @@ def _choose(job: Job, run_folder: Path) -> dict[str, str | None]:
     if found.checkpoint is not None:
         return {"path": str(found.checkpoint.path), "why": found.why}
     if job.run.resume not in ("auto", "never"):
-        checkpoint = folder.open(Path(job.run.resume).expanduser())
+        checkpoint = folder.open(user_path(job.run.resume))
         return {"path": str(checkpoint.path), "why": "named by run.resume"}
     return {"path": None, "why": found.why}
 

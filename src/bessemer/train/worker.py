@@ -18,6 +18,7 @@ from bessemer.data import open_dataset, prepare
 from bessemer.keep.join import rendezvous
 from bessemer.keep.member import Member
 from bessemer.keep.vault_client import VaultClient
+from bessemer.ops import fallback_reason
 from bessemer.parallel.mesh import Mesh, build_mesh
 from bessemer.runtime.device import pick_device
 from bessemer.runtime.peaks import declared_peaks, ensure_peaks
@@ -81,6 +82,8 @@ def run_rank(job: Job, member: Member) -> None:
             run_folder=member.run_folder,
         )
         if mesh.rank == 0:
+            why = fallback_reason()
+            member.event("operators", path="reference" if why else "native", why=why)
             member.event("ready")
         loop.run()
 
