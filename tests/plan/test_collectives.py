@@ -99,24 +99,37 @@ def test_published_all_reduce_over_rdma():
     assert bus == pytest.approx(194e9, rel=0.01)
 
 
-def llama(name, recipe, **changed):
-    machine = load_machine(name).model_copy(update=changed)
+@pytest.mark.parametrize(
+    ("model", "gpus", "degrees", "worth"),
+    [
+        ("llama-3-8b", 64, {"dp": 8, "tp": 8, "dp_shard": "optimizer"}, 0.132),
+        ("llama-3-8b", 64, {"dp": 64, "tp": 1, "dp_shard": "full"}, 0.148),
+        ("llama-3-70b", 512, {"dp": 64, "tp": 8, "dp_shard": "full"}, 0.082),
+    ],
+)
+def test_an_engine_for_exchanges_is_worth_about_a_tenth(model, gpus, degrees, worth):
+    """The vendor publishes about 10 % end to end on Llama and 15 % of compute saved; modelled here: 8 to 15 %."""
+    machine = load_machine("full-mesh-8")
     layouts = Layouts.of(
-        1, dp=8, tp=8, pp=1, micro_batch=1, dp_shard="optimizer", sequence_parallel=1, recipe=recipe, recompute="full"
+        1, pp=1, micro_batch=1, sequence_parallel=int(degrees["tp"] > 1), recipe="bf16", recompute="none", **degrees
     )
-    found = price(preset("llama-3-8b"), machine, layouts, global_batch=64, seq_len=8192, num_gpus=64)
-    return float(found.step_s[0])
+    step_s, without_s = (
+        float(price(preset(model), m, layouts, global_batch=8 * degrees["dp"], seq_len=8192, num_gpus=gpus).step_s[0])
+        for m in (machine, machine.without_engine())
+    )
+    assert without_s / step_s - 1 == pytest.approx(worth, abs=0.02)
 
 
-def test_an_engine_for_exchanges_is_worth_about_a_tenth():
-    """The vendor's end-to-end figure on Llama is about 10 %; ours is modelled, 3-15 % by layout."""
-    with_engine = llama("full-mesh-8", "bf16")
-    without = llama("full-mesh-8", "bf16", engine_interference=1.0)
-    assert 0.0 < without / with_engine - 1 < 0.15
-
-
-@pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-8b", "deepseek-v2", "deepseek-v3"])
-def test_fp8_is_worth_a_fifth_to_a_third(model):
+@pytest.mark.parametrize(
+    ("model", "recipe", "worth"),
+    [
+        ("llama-3-8b", "fp8-current", 1.30),
+        ("qwen3-8b", "fp8-current", 1.29),
+        ("deepseek-v2", "fp8-delayed", 1.18),  # below the published range, and said so in docs/validation.md
+        ("deepseek-v3", "fp8-delayed", 1.21),
+    ],
+)
+def test_fp8_is_worth_a_fifth_to_a_third(model, recipe, worth):
     """FP8 is published at 20-30 % end to end on these models; modelled here, against bf16."""
     spec = preset(model)
     moe = spec.moe is not None
@@ -129,10 +142,10 @@ def test_fp8_is_worth_a_fifth_to_a_third(model):
             ep=64 if moe and spec.moe.num_experts % 64 == 0 else 32 if moe else 1,
             micro_batch=1,
             dp_shard="optimizer",
-            recipe=recipe,
+            recipe=name,
         )
-        for recipe in ("bf16", "fp8-block128")
+        for name in ("bf16", recipe)
     ]
     machine = load_machine("full-mesh-8")
     bf16, fp8 = (float(price(spec, machine, lay, global_batch=1024, seq_len=4096).step_s[0]) for lay in layouts)
-    assert 1.1 < bf16 / fp8 < 1.6
+    assert bf16 / fp8 == pytest.approx(worth, abs=0.02)

@@ -95,6 +95,16 @@ class Machine(Frozen):
         total = self.scaleup_bidirectional_bytes_per_s
         return None if total is None else total / 2
 
+    def without_engine(self) -> Machine:
+        """The same device with its exchanges run by compute units, as most are: the share `engine_compute_saved` of the
+        units is then theirs, and overlapped exchanges slow the rest down. ValueError where no such share is known."""
+        if self.engine_compute_saved is None:
+            raise ValueError(f"{self.name} names no share of compute units that an engine gives back")
+        left = 1 - self.engine_compute_saved
+        peaks = {k: None if v is None else v * left for k, v in self.peak_flops_per_s.model_dump().items()}
+        changed = {"engine_interference": 1.0, "engine_compute_saved": None, "peak_flops_per_s": Peaks(**peaks)}
+        return self.model_copy(update=changed)
+
     @property
     def limit_bytes(self) -> int | None:
         """The memory that a job must fit in: the usable part where known, else the nominal size."""
