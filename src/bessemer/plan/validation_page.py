@@ -185,11 +185,11 @@ def _reading() -> list[str]:
         "",
         "## Vendors' end-to-end claims, modelled",
         "",
-        "On the uncalibrated machine `full-mesh-8` (`tests/plan/test_collectives.py`): all-reduce of eight in 7.8 us in one",
-        "step against 53 us in a ring, and 194 GB/s between hosts, are reproduced within 2 %. An engine for exchanges",
-        "(published: about 10 % on Llama) is worth 13 % (8B, tp 8), 15 % (8B, FSDP) and 8 % (70B, tp 8). FP8 (published:",
-        "20-30 %) is worth 30 % on Llama-3-8B, 29 % on Qwen3-8B, 21 % on DeepSeek-V3, and 18 % on DeepSeek-V2: less than",
-        "published there.",
+        "On the uncalibrated machine `full-mesh-8` (`tests/plan/test_collectives.py`): all-reduce of eight in 7.8",
+        "us in one step against 53 us in a ring, and 194 GB/s between hosts, are reproduced within 2 %. An engine",
+        "for exchanges (published: about 10 % on Llama) is worth 13 % (8B, tp 8), 15 % (8B, FSDP) and 8 % (70B, tp",
+        "8). FP8 (published: 20-30 %) is worth 30 % on Llama-3-8B, 29 % on Qwen3-8B, 21 % on DeepSeek-V3, and 18 %",
+        "on DeepSeek-V2: less than published there.",
     ]
 
 
