@@ -141,6 +141,19 @@ def test_explain_compares_with_a_run_and_compare_sets_two_jobs_side_by_side(
     assert code == 0 and "B - A" in text
 
 
+def test_explain_writes_a_trace_of_every_pipeline_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job, trace = tmp_path / "a.toml", tmp_path / "step.json"
+    job.write_text(
+        '[model]\npreset = "llama-3-8b"\n[layout]\ndp = 2\npp = 4\n'
+        '[machine]\nname = "h100"\n[data]\nseq_len = 2048\n[train]\nglobal_batch = 16\nmicro_batch = 1\n'
+    )
+    found = asked(capsys, "explain", str(job), "--trace", str(trace))
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["tid"] for e in events if e["cat"] == "forward"} == {0, 1, 2, 3}
+    assert len([e for e in events if e["cat"] == "forward"]) == 4 * 8, "8 micro-batches on 4 stages"
+    assert max(e["ts"] + e["dur"] for e in events) / 1e6 == pytest.approx(found["step_s"], rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

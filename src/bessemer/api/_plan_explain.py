@@ -82,16 +82,30 @@ class Comparison:
         return compare_text(self.names, self.both)
 
 
-def explain(job_path: str, sets: Sequence[str] = (), *, run: str | None = None, around: bool = False) -> Explained:
+def explain(
+    job_path: str,
+    sets: Sequence[str] = (),
+    *,
+    run: str | None = None,
+    around: bool = False,
+    trace: str | None = None,
+) -> Explained:
     """Say where each millisecond and byte of a job's step goes, without starting it.
 
     job_path: The job file (TOML).
     sets: Override a field: --set train.micro_batch=4. May be repeated.
     run: A run folder of this job: its measured median step is held against the prediction.
     around: Say too what each single change would cost, what breaks first, and what the step hangs on.
+    trace: Write the replayed step of every pipeline rank to this file, for ui.perfetto.dev or chrome://tracing.
     """
     measured_s = None if run is None else _median_step_s(Path(run))
-    return Explained(job_path, _details(job_path, tuple(sets)), measured_s, around)
+    details = _details(job_path, tuple(sets))
+    if trace is not None:
+        from bessemer.plan.replay_layout import replay_layout
+        from bessemer.plan.timeline import write_trace
+
+        write_trace(replay_layout(details.priced, details.index), Path(trace))
+    return Explained(job_path, details, measured_s, around)
 
 
 def compare(job_a: str, job_b: str, sets: Sequence[str] = ()) -> Comparison:
