@@ -12,8 +12,9 @@ _STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 rank", "4,096 tokens": a number with its noun, whose plural ends in s."""
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+    """ "1 rank", "4,096 tokens", "2 processes": a number with its noun, whose plural ends in s or, after s, in es."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from bessemer.core.errors import BessemerError, PeerLost, RequestError, Stopped
+from bessemer.core.units import counted
 from bessemer.keep.launch import Launch
 from bessemer.keep.wire import private_dir, short_temp_dir
 
@@ -42,9 +43,10 @@ def join_host(kind: type[Member], launch: Launch, job: Job, vault: bool = True) 
     """The connected member of a rank that a launcher started. See `Member.from_environment` for what it raises."""
     if launch.world_size != job.layout.world_size:
         raise RequestError(
-            f"{launch.launcher} started {launch.world_size} processes; the layout has {job.layout.world_size} ranks",
+            f"{launch.launcher} started {counted(launch.world_size, 'process')}; the layout has "
+            f"{counted(job.layout.world_size, 'rank')}",
             code="world-size",
-            fix=f"start {job.layout.world_size} processes, or change layout.dp",
+            fix=f"start {counted(job.layout.world_size, 'process')}, or change layout.dp",
         )
     if launch.world_size > 1:
         _check_master(launch)
