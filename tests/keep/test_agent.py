@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from fake_ranks import AgentProcess, alive, job_in, options, until
+from fake_ranks import ENDLESS, STEPS, AgentProcess, alive, job_in, options, until
 
-from bessemer.core.errors import DataError, PeerLost, RequestError, RunFolderError
+from bessemer.core.errors import RequestError, RunFolderError
 from bessemer.keep.agent import Options, run
 from bessemer.keep.hub import Hub
-from bessemer.keep.progress import Printer
 from bessemer.keep.reception import RankState, Reception
-from bessemer.keep.records import RecordWriter
 from bessemer.keep.run_folder import RunFolder
 from bessemer.keep.wire import pack, short_temp_dir
-
-STEPS = "for n in range(1, 6): step(n)\nmember.close()\n"
-ENDLESS = """
-note = os.environ["BESSEMER_RUN"] + f"/pid-{member.rank}"
-open(note + "~", "w").write(str(os.getpid())); os.rename(note + "~", note)
-n = 0
-while not member.stop_requested and n < 3000:
-    n += 1
-    step(n)
-    time.sleep(0.02)
-if member.rank == 0: member.event("save", step=n, stall_s=0.0)
-sys.exit(member.failed(Stopped("on request", step=n)))
-"""
 
 
 def workplace(folder: RunFolder) -> Path:
@@ -336,79 +319,7 @@ def test_tensorboard_files_on_request(tmp_path: Path) -> None:
     assert loss == pytest.approx({n: 8.0 / n for n in range(1, 6)})
 
 
-def test_events_of_the_vault_death_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    vault = """
-import socket, sys, time
-s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[sys.argv.index("--socket") + 1]); s.listen()
-time.sleep(0.3); sys.exit(9)
-"""
-    given = options("step(1)\ntime.sleep(1.0)\nmember.close()")
-    job = job_in(tmp_path, dp=1)
-    code = run(job, Options(command=given.command, vault=(sys.executable, "-c", vault), timeouts=given.timeouts))
-    assert code == 1
-    assert any("the vault exited with code 9" in e.get("message", "") for e in RunFolder(job).events())
-    assert "the vault exited with code 9" in capfd.readouterr().err
-
-
 def test_metrics_lines_are_json_even_for_nan(tmp_path: Path) -> None:
     job = job_in(tmp_path, dp=1)
     assert run(job, options("member.metric({'step': 1, 'loss': float('nan')})\nmember.close()")) == 0
     assert json.loads((tmp_path / "r/metrics.jsonl").read_text())["loss"] is None
-
-
-def test_a_full_disk_stops_the_run_and_leaves_whole_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    real = RecordWriter.write
-
-    def full(self: RecordWriter, record: dict[str, object]) -> None:
-        if record.get("step") == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, record)
-
-    monkeypatch.setattr(RecordWriter, "write", full)
-    job = job_in(tmp_path, dp=1, steps=4000)
-    assert run(job, options(ENDLESS)) == 1
-    assert [m["step"] for m in RunFolder(job).metrics()] == [1, 2]  # no hole: nothing after the line that failed
-    assert "can't be written: No space left on device" in capfd.readouterr().err
-
-
-def test_a_vault_that_does_not_start_is_told_and_nothing_is_left(tmp_path: Path) -> None:
-    given = options(STEPS)
-    job = job_in(tmp_path)
-    vault = (sys.executable, "-c", "print('no room'); raise SystemExit(4)")
-    with pytest.raises(PeerLost, match=r"the vault exited with code 4[^|]*\| no room"):
-        run(job, Options(command=given.command, vault=vault, timeouts=given.timeouts))
-    assert events(RunFolder(job)) == ["start", "failed"]
-    folder = RunFolder(job)
-    folder.lock()
-    folder.unlock()
-
-
-def test_a_checkpoint_that_outlived_its_rank_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    body = """
-for n in range(1, 5):
-    step(n)
-    if n == 1: member.event("saved", step=1, path="one")
-    if n == 3:
-        os.makedirs(os.environ["BESSEMER_RUN"] + "/checkpoints/step-3")
-        open(os.environ["BESSEMER_RUN"] + "/checkpoints/step-3/manifest.json", "w").close()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    job = job_in(tmp_path, dp=1)
-    assert run(job, options(body)) == 1
-    told = [e for e in RunFolder(job).events() if e["event"] == "saved"]
-    assert [(e["step"], e["path"]) for e in told] == [(1, "one"), (3, str(tmp_path / "r/checkpoints/step-3"))]
-    assert "saved up to step 3 in" in capfd.readouterr().err
-
-
-def test_what_comes_before_the_ranks_may_fail_and_is_recorded(tmp_path: Path) -> None:
-    def prepare(printer: Printer) -> None:
-        printer.line("data", "reading", "cyan")
-        raise DataError("the corpus is gone", code="corpus-empty")
-
-    job, given = job_in(tmp_path), options(STEPS)
-    with pytest.raises(DataError, match="the corpus is gone"):
-        run(job, Options(command=given.command, vault=None, prepare=prepare))
-    assert events(RunFolder(job)) == ["start", "failed"]
-    assert run(job, given) == 0, "the folder is free again"

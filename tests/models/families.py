@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from bessemer.core.hf_config import spec_from_config
+from bessemer.core.model import ModelSpec
 from bessemer.models.build import build
 from bessemer.models.decoder import Decoder
 from bessemer.models.hf import import_hf
@@ -168,3 +169,17 @@ def peer_gradients(peer_model: Any) -> dict[str, torch.Tensor]:
 
 def tokens(batch: int = 2, seq: int = SEQ, seed: int = 3) -> torch.Tensor:
     return torch.randint(0, VOCAB, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+TINY_LLAMA = ModelSpec(
+    family="llama",
+    vocab_size=31,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    ffn_size=24,
+    max_positions=32,
+    tied_embeddings=True,
+)

@@ -4,26 +4,15 @@ import json
 
 import pytest
 import torch
+from families import TINY_LLAMA
 from safetensors.torch import load_file, save_file
 
 from bessemer.core.errors import CheckpointError, RequestError
-from bessemer.core.model import ModelSpec
 from bessemer.models.build import build
 from bessemer.models.canonical import state
 from bessemer.models.hf import export_hf, import_hf
 
-SPEC = ModelSpec(
-    family="llama",
-    vocab_size=31,
-    hidden_size=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    ffn_size=24,
-    max_positions=32,
-    tied_embeddings=True,
-)
+SPEC = TINY_LLAMA
 TOKENIZER = json.dumps({"added_tokens": [{"id": 7, "content": "<|end|>", "special": True}], "model": {}})
 
 

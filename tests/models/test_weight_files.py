@@ -7,28 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from families import CASES, peer
+from families import CASES, TINY_LLAMA, peer
 
 from bessemer.core.hf_config import spec_from_config
 from bessemer.core.job import Job
-from bessemer.core.model import ModelSpec
 from bessemer.models.build import build
 from bessemer.models.canonical import state
 from bessemer.models.hf import export_hf, import_hf
 from bessemer.models.problems import problems
 
-SPEC = ModelSpec(
-    family="llama",
-    vocab_size=31,
-    hidden_size=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    ffn_size=24,
-    max_positions=32,
-    tied_embeddings=True,
-)
+SPEC = TINY_LLAMA
 GPT2 = SPEC.model_copy(
     update={"family": "gpt2", "num_kv_heads": 2, "norm": "layernorm", "activation": "gelu_tanh", "positions": "learned"}
     | {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "ffn_size": 64}
