@@ -11,7 +11,7 @@ from bessemer.models.build import build
 from bessemer.models.canonical import load_state, pieces, state
 from bessemer.models.hf import export_hf, import_hf
 from bessemer.models.moe import expert_load, routers
-from bessemer.models.router import balance_loss, choose, gates, scores, z_loss
+from bessemer.models.router import balance_loss, choose, gates, run_counts, scores, z_loss
 from bessemer.runtime.kernels import KernelSample
 
 VOCAB, SEQ, BATCH = 53, 16, 3
@@ -97,15 +97,19 @@ def test_the_bias_chooses_but_does_not_weigh():
     torch.testing.assert_close(gates(given, chosen, plain), torch.tensor([[0.3, 0.9]]))
 
 
+def balance(given, chosen, runs):
+    return balance_loss(given, run_counts(chosen, runs, given.shape[1]), chosen.shape[1])
+
+
 def test_the_balance_loss_is_one_where_even_and_grows_with_the_skew():
     even = torch.eye(4).repeat(3, 1) * 0.5 + 0.125
-    assert balance_loss(even, even.argmax(-1, keepdim=True), 1).item() == pytest.approx(1)
+    assert balance(even, even.argmax(-1, keepdim=True), 1).item() == pytest.approx(1)
     skewed = torch.tensor([[1.0, 0, 0, 0]]).repeat(8, 1)
-    assert balance_loss(skewed, skewed.argmax(-1, keepdim=True), 2).tolist() == pytest.approx([4, 4])
+    assert balance(skewed, skewed.argmax(-1, keepdim=True), 2).tolist() == pytest.approx([4, 4])
     given = random_scores(12, 5)
     chosen = given.topk(2, -1).indices
-    runs = [balance_loss(given[s], chosen[s], 1) for s in (slice(0, 6), slice(6, 12))]
-    torch.testing.assert_close(balance_loss(given, chosen, 2), torch.cat(runs))
+    runs = [balance(given[s], chosen[s], 1) for s in (slice(0, 6), slice(6, 12))]
+    torch.testing.assert_close(balance(given, chosen, 2), torch.cat(runs))
 
 
 # --- the model
@@ -115,7 +119,7 @@ def test_the_balance_loss_is_one_where_even_and_grows_with_the_skew():
 def test_every_token_gets_its_experts_and_nothing_else(name):
     """The layer written as a sum over all experts, of which most get weight 0."""
     model = build(SPECS[name], seed=2)
-    mlp = model.blocks[1].mlp
+    mlp = model.block(1).mlp
     x = torch.randn(BATCH, SEQ, 32, generator=torch.Generator().manual_seed(3))
     moe, router, experts = mlp.router.moe, mlp.router, mlp.experts
     affinity = scores(x @ router.weight.t(), moe)
@@ -140,7 +144,7 @@ def test_experts_without_a_token_are_fine(name):
             router.weight[:2] *= 0
             router.weight[:2, 0] = 50.0
     x, y = batch()
-    for p in model.blocks[1].mlp_norm.parameters():
+    for p in model.block(1).mlp_norm.parameters():
         p.data[0] = 1e3
     model(x, y)[0].backward()
     load = expert_load(model)
@@ -183,7 +187,7 @@ def test_balance_and_z_loss_are_summands_of_the_objective_but_not_of_the_loss(pe
     for router, x, chosen in seen:
         logits = x.flatten(0, 1) @ router.weight.t()
         runs, share = (BATCH, weights.sum(1)) if per_sequence else (1, weights.sum())
-        objective = objective + 0.7 * (balance_loss(logits.softmax(-1), chosen, runs) * share).sum()
+        objective = objective + 0.7 * (balance(logits.softmax(-1), chosen, runs) * share).sum()
         objective = objective + 0.3 * (z_loss(logits, BATCH) * weights.sum(1)).sum()
     objective.backward()
     assert torch.equal(loss, value.detach())
@@ -241,7 +245,10 @@ def test_prediction_modules_train_on_the_tokens_further_ahead():
         assert torch.equal(loss, model(tokens, labels, weights_BS=weights)[0])
     model.zero_grad(set_to_none=True)
     visible = model._visible(tokens, None, None, weights.sum(1))
-    hidden = model._hidden(tokens, visible)
+    stream = F.embedding(tokens, model.embed.weight)
+    for block in model.blocks.values():
+        stream = block(stream, visible)
+    hidden = model.norm(stream)[1]
 
     def cross_entropy(states, ahead):
         logits = states[:, : SEQ - ahead] @ model.head.weight.t()

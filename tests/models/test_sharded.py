@@ -36,7 +36,7 @@ def whole_and_sharded(rank, world, precision):
     policy = MixedPrecisionPolicy()
     if precision == "fsdp-bf16":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for block in sharded.blocks:
+    for block in sharded.blocks.values():
         fully_shard(block, mp_policy=policy, reshard_after_forward=True)
     fully_shard(sharded, mp_policy=policy)
     for model in (whole, sharded):

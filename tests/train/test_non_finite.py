@@ -24,7 +24,7 @@ def step_with_a_fault(rank: int, world: int, job: Job, guilty: int, fault: str) 
             with torch.no_grad():
                 local(parts.optimizer.params["blocks.1.mlp.down.weight"])[0, 0] = float("nan")
         elif fault == "activation":
-            parts.module.blocks[1].register_forward_hook(lambda module, args, output: output * float("inf"))
+            parts.module.block(1).register_forward_hook(lambda module, args, output: output * float("inf"))
         elif fault == "gradient":
             parts.optimizer.params["blocks.0.attn.o.weight"].register_hook(lambda grad: grad * float("nan"))
     try:

@@ -13,22 +13,35 @@ import torch
 from torch import Tensor
 
 from bessemer.core.model import ModelSpec
-from bessemer.models.canonical import state
+from bessemer.models.canonical import held, local
 from bessemer.models.decoder import Decoder
 
-__all__ = ["build", "initial"]
+__all__ = ["build", "initial", "initialise"]
 
 
 def build(
     spec: ModelSpec, *, seed: int, device: torch.device | str = "cpu", compute_dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """A `Decoder` with float32 parameters, initialised unless `device` is "meta"."""
+    """A whole `Decoder` with float32 parameters, initialised unless `device` is "meta"."""
     model = Decoder(spec, device=device)
     model.compute_dtype = compute_dtype
     if torch.device(device).type != "meta":
-        for name, rows in state(model):
-            rows.copy_(initial(spec, name, tuple(rows.shape), seed))
+        initialise(model, seed)
     return model
+
+
+@torch.no_grad()
+def initialise(model: Decoder, seed: int) -> None:
+    """First values for what this rank holds of a model, whatever share that is; rows that only fill up become 0."""
+    for parameter in model.parameters():
+        local(parameter).zero_()
+    made: dict[str, Tensor] = {}
+    for block in held(model):
+        name = block.piece.name
+        if name not in made:  # the blocks of a tensor come one after another: only one is kept whole
+            made = {name: initial(model.spec, name, block.piece.shape, seed)}
+        at = zip(block.offset, block.tensor.shape, strict=True)
+        block.tensor.copy_(made[name][tuple(slice(o, o + n) for o, n in at)])
 
 
 def initial(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:

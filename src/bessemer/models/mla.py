@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bessemer import ops
 from bessemer.core.model import ModelSpec, RopeSpec
 from bessemer.models.parts import Cache, Compute, Norm, Projection, Visible
 
@@ -52,24 +51,25 @@ class LatentAttention(nn.Module):
         super().__init__()
         mla = spec.mla
         assert mla is not None
-        self.mla, self.heads, self.layer, self.compute = mla, spec.num_heads, layer, compute
+        self.mla, self.layer, self.split = mla, layer, compute.split
+        self.heads = spec.num_heads // compute.split.tensor.degree
         self.interleaved = spec.rope.interleaved
         self.head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         self.scale = score_scale(spec.rope, self.head_dim)
-        hidden, queries = spec.hidden_size, spec.num_heads * self.head_dim
+        hidden, queries = spec.hidden_size, self.heads * self.head_dim
         self.q: Projection | None = None
         self.q_a: Projection | None = None
         if mla.q_lora_rank is None:
-            self.q = Projection(hidden, queries, False, compute, device)
+            self.q = Projection(hidden, queries, False, compute, device, part="columns")
         else:
             self.q_a = Projection(hidden, mla.q_lora_rank, False, compute, device)
             self.q_a_norm = Norm(mla.q_lora_rank, spec, compute, device, eps=_LATENT_EPS)
-            self.q_b = Projection(mla.q_lora_rank, queries, False, compute, device)
+            self.q_b = Projection(mla.q_lora_rank, queries, False, compute, device, part="columns")
         self.kv_a = Projection(hidden, mla.kv_lora_rank + mla.qk_rope_head_dim, False, compute, device)
         self.kv_a_norm = Norm(mla.kv_lora_rank, spec, compute, device, eps=_LATENT_EPS)
-        expanded = spec.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        self.kv_b = Projection(mla.kv_lora_rank, expanded, False, compute, device)
-        self.o = Projection(spec.num_heads * mla.v_head_dim, hidden, False, compute, device)
+        expanded = self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        self.kv_b = Projection(mla.kv_lora_rank, expanded, False, compute, device, part="columns")
+        self.o = Projection(self.heads * mla.v_head_dim, hidden, False, compute, device, part="rows")
 
     def forward(self, x_BSD: Tensor, visible: Visible) -> Tensor:
         assert visible.rope is not None
@@ -79,6 +79,7 @@ class LatentAttention(nn.Module):
         latent_BSC, k_rope = self.kv_a(x_BSD).split((self.mla.kv_lora_rank, rope), -1)
         latent_BSC = self.kv_a_norm(latent_BSC)[1]
         q_rope = _rotate(q_rope, visible.rope, self.interleaved)
+        k_rope = self.split.tensor.enter(k_rope)  # all heads share it, so it is not one of `columns`
         k_rope = _rotate(k_rope.unsqueeze(2), visible.rope, self.interleaved)
         if visible.cache is not None:
             out_BSHV = self._cached(q_nope, q_rope, latent_BSC, k_rope, visible.cache)
@@ -102,7 +103,7 @@ class LatentAttention(nn.Module):
         width = max(self.head_dim, value)
         q = q * (self.scale * math.sqrt(width))  # the kernels divide by the square root of the width
         q, k = (F.pad(t, (0, width - self.head_dim)) for t in (q, k))
-        return ops.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), starts)
+        return self.split.context.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), starts)
 
     def _cached(self, q_nope: Tensor, q_rope: Tensor, latent_BSC: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
         """The generation form -> [B, S, H, V]; a first call, which meets no older token, takes the training form."""

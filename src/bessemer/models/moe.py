@@ -18,11 +18,11 @@ from bessemer.core.model import ModelSpec
 from bessemer.models.parts import Compute, FeedForward, Projection, Visible
 from bessemer.models.router import Router
 
-__all__ = ["Experts", "MixtureOfExperts", "expert_load", "routers"]
+__all__ = ["Experts", "MixtureOfExperts", "expert_load", "moe_layers", "routers"]
 
 
 class Stack(nn.Module):
-    """One weight [X, out, in] of all experts."""
+    """One weight [X, out, in] of all experts that this rank holds."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, device: Any) -> None:
         super().__init__()
@@ -36,9 +36,11 @@ class Experts(nn.Module):
         super().__init__()
         moe = spec.moe
         assert moe is not None
-        self.gate = Stack(moe.num_experts, spec.hidden_size, moe.expert_ffn_size, device)
-        self.up = Stack(moe.num_experts, spec.hidden_size, moe.expert_ffn_size, device)
-        self.down = Stack(moe.num_experts, moe.expert_ffn_size, spec.hidden_size, device)
+        split = compute.split.experts
+        experts, width = moe.num_experts // split.degree, moe.expert_ffn_size // split.width_degree
+        self.gate = Stack(experts, spec.hidden_size, width, device)
+        self.up = Stack(experts, spec.hidden_size, width, device)
+        self.down = Stack(experts, width, spec.hidden_size, device)
         self.compute = compute
 
     def forward(self, x_TD: Tensor, counts_X: Tensor) -> Tensor:
@@ -56,7 +58,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         moe = spec.moe
         assert moe is not None
-        self.router = Router(spec.hidden_size, moe, device)
+        self.split = compute.split
+        self.router = Router(spec.hidden_size, moe, compute, device)
         self.experts = Experts(spec, compute, device)
         shared = moe.shared_ffn_size
         self.shared = FeedForward(spec, shared, compute, device) if shared else None
@@ -65,27 +68,54 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BSD: Tensor, visible: Visible | None = None) -> Tensor:
         """[B, S, D] in the compute type -> the same."""
         weights_B = None if visible is None else visible.weights
-        gates_TK, chosen_TK = self.router(x_BSD, weights_B)
+        mine_BSD = self.split.tensor.take_tokens(x_BSD)
+        gates_TK, chosen_TK = self.router(mine_BSD, weights_B)
+        assert self.router.load is not None
         flat = chosen_TK.flatten()
         order = flat.argsort(stable=True)
-        rows = x_BSD.flatten(0, 1).index_select(0, order // chosen_TK.shape[1])
-        out = self.experts(rows, self.router.load)
+        rows = mine_BSD.flatten(0, 1).index_select(0, order // chosen_TK.shape[1])
+        sent = self.split.experts.dispatch(rows, self.router.load)
+        shared = None if self.shared is None else self._shared(x_BSD)  # while the tokens travel
+        out = self.split.experts.combine(self.experts(*sent.arrived()), sent)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         out_TKD = out.index_select(0, back).unflatten(0, chosen_TK.shape)
         mixed_TD = (out_TKD * gates_TK.unsqueeze(-1)).sum(1)
-        mixed = mixed_TD.to(out.dtype).view(x_BSD.shape)
-        if self.shared is None:
-            return mixed
-        shared = self.shared(x_BSD)
-        return mixed + (shared if self.shared_gate is None else shared * self.shared_gate(x_BSD).sigmoid())
+        mixed_BSD = self.split.tensor.give_tokens(mixed_TD.to(out.dtype).view(mine_BSD.shape))
+        return mixed_BSD if shared is None else mixed_BSD + shared
+
+    def _shared(self, x_BSD: Tensor) -> Tensor:
+        assert self.shared is not None
+        shared_BSD = self.shared(x_BSD)
+        return shared_BSD if self.shared_gate is None else shared_BSD * self.shared_gate(x_BSD).sigmoid()
 
 
 def routers(model: nn.Module) -> list[Router]:
-    """The routers of a model in the order of its layers."""
+    """The routers that this rank holds, in the order of its layers."""
     return [part for part in model.modules() if isinstance(part, Router)]
 
 
 def expert_load(model: nn.Module) -> Tensor | None:
-    """How often each expert was chosen in the latest forward pass, int64 [MoE layers, X]; None without experts."""
-    loads = [router.load for router in routers(model) if router.load is not None]
-    return torch.stack(loads) if loads else None
+    """How often each expert was chosen in the latest forward pass for the tokens of this rank, int64 [MoE layers of
+    the whole model, X], 0 in the layers of other ranks; None without experts.
+
+    The prediction modules of multi-token prediction come last.
+    """
+    spec: ModelSpec = model.spec
+    if spec.moe is None:
+        return None
+    blocks = [(i, block.mlp) for i, block in model.held_blocks() if isinstance(block.mlp, MixtureOfExperts)]
+    places = {layer: place for place, layer in enumerate(moe_layers(spec))}
+    table: Tensor | None = None
+    for layer, mlp in blocks:
+        load = mlp.router.load
+        if load is not None:
+            table = load.new_zeros(len(places), spec.moe.num_experts) if table is None else table
+            table[places[layer]] = load
+    return table
+
+
+def moe_layers(spec: ModelSpec) -> list[int]:
+    """The layers with experts; the blocks of multi-token prediction are numbered after the last layer."""
+    layers = [i for i in range(spec.num_layers) if spec.is_moe_layer(i)]
+    predicts = spec.is_moe_layer(spec.num_layers - 1)
+    return layers + [spec.num_layers + k for k in range(spec.mtp_layers) if predicts]

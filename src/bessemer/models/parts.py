@@ -6,16 +6,17 @@ L positions in a cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bessemer import ops
 from bessemer.core.model import ModelSpec
+from bessemer.models.split import Split
 
-__all__ = ["Attention", "Cache", "Compute", "FeedForward", "HeadNorm", "Norm", "Projection", "Visible"]
+__all__ = ["Attention", "Cache", "Compute", "FeedForward", "HeadNorm", "Norm", "Part", "Projection", "Visible"]
 
 
 class Cache(Protocol):
@@ -37,15 +38,17 @@ class Cache(Protocol):
 
 @dataclass
 class Compute:
-    """The type that all parts of one model compute in; one object, so that it can be changed in one place."""
+    """What all parts of one model share: the type that they compute in, which can so be changed in one place, and how
+    the model is split over processes."""
 
     dtype: torch.dtype = torch.float32
+    split: Split = field(default_factory=Split)
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What the blocks of one call share: what attention may see (per window the first key of each query, or a
-    cache), the rotation tables, and what each sequence weighs in the loss."""
+    """What the blocks of one call share: what attention may see (per window the first key of each query of the whole
+    sequence, or a cache), the rotation tables, and what each sequence weighs in the loss."""
 
     starts: dict[int | None, Tensor | None]
     rope: tuple[Tensor, Tensor] | None
@@ -53,16 +56,27 @@ class Visible:
     weights: Tensor | None = None  # float32 [B]: the counted tokens of each sequence; None outside of training
 
 
-class Projection(nn.Module):
-    """A weight [out, in] and perhaps a bias [out]; applied in the model's compute type."""
+Part = Literal["whole", "columns", "rows"]
+"""What a rank of tensor parallelism holds of a projection: all of it, its share of the outputs, or of the inputs."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, compute: Compute, device: Any) -> None:
+
+class Projection(nn.Module):
+    """A weight [out, in] and perhaps a bias [out], applied in the model's compute type; of `part` "columns" and "rows"
+    the sizes given are those of this rank's share."""
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, compute: Compute, device: Any, *, part: Part = "whole"
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
         self.bias = nn.Parameter(torch.empty(outputs, device=device)) if bias else None
-        self.compute = compute
+        self.compute, self.part = compute, part
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.part == "columns":
+            return self.compute.split.tensor.columns(x, self.weight, self.bias, self.compute.dtype)
+        if self.part == "rows":
+            return self.compute.split.tensor.rows(x, self.weight, self.bias, self.compute.dtype)
         return ops.linear(x, self.weight, self.bias, self.compute.dtype)
 
 
@@ -93,14 +107,16 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, compute: Compute, device: Any) -> None:
         super().__init__()
-        self.heads = ops.Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        width = spec.num_heads * spec.head_dim
-        packed = width + 2 * spec.num_kv_heads * spec.head_dim
-        self.qkv = Projection(spec.hidden_size, packed, spec.qkv_bias, compute, device)
-        self.o = Projection(width, spec.hidden_size, spec.o_bias, compute, device)
+        tp = compute.split.tensor.degree
+        # with more ranks than key/value heads, several ranks hold the same head
+        self.heads = ops.Heads(spec.num_heads // tp, max(1, spec.num_kv_heads // tp), spec.head_dim)
+        width = self.heads.query * spec.head_dim
+        packed = width + 2 * self.heads.kv * spec.head_dim
+        self.qkv = Projection(spec.hidden_size, packed, spec.qkv_bias, compute, device, part="columns")
+        self.o = Projection(width, spec.hidden_size, spec.o_bias, compute, device, part="rows")
         self.q_norm = HeadNorm(spec.head_dim, device) if spec.qk_norm else None
         self.k_norm = HeadNorm(spec.head_dim, device) if spec.qk_norm else None
-        self.layer, self.window, self.eps = layer, spec.window(layer), spec.norm_eps
+        self.layer, self.window, self.eps, self.split = layer, spec.window(layer), spec.norm_eps, compute.split
 
     def forward(self, x_BSD: Tensor, visible: Visible) -> Tensor:
         norms = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
@@ -108,7 +124,7 @@ class Attention(nn.Module):
         if visible.cache is not None:
             out_BSHE = visible.cache.attend(self.layer, self.window, q, k, v)
         else:
-            out_BSHE = ops.attend(q, k, v, visible.starts[self.window])
+            out_BSHE = self.split.context.attend(q, k, v, visible.starts[self.window])
         return self.o(out_BSHE.flatten(2))
 
 
@@ -118,11 +134,12 @@ class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec, width: int, compute: Compute, device: Any) -> None:
         super().__init__()
         self.activation = spec.activation
+        width //= compute.split.tensor.degree
         if spec.gated:
-            self.gate_up = Projection(spec.hidden_size, 2 * width, spec.mlp_bias, compute, device)
+            self.gate_up = Projection(spec.hidden_size, 2 * width, spec.mlp_bias, compute, device, part="columns")
         else:
-            self.up = Projection(spec.hidden_size, width, spec.mlp_bias, compute, device)
-        self.down = Projection(width, spec.hidden_size, spec.mlp_bias, compute, device)
+            self.up = Projection(spec.hidden_size, width, spec.mlp_bias, compute, device, part="columns")
+        self.down = Projection(width, spec.hidden_size, spec.mlp_bias, compute, device, part="rows")
 
     def forward(self, x_BSD: Tensor, visible: Visible | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]; `visible` is what a mixture of experts needs in the same place."""

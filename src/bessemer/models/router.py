@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from bessemer import ops
 from bessemer.core.model import MoeSpec
+from bessemer.models.parts import Compute
 
-__all__ = ["Router", "balance_loss", "choose", "gates", "scores", "z_loss"]
+__all__ = ["Router", "balance_loss", "choose", "gates", "run_counts", "scores", "z_loss"]
 
 
 def scores(logits_TX: Tensor, moe: MoeSpec) -> Tensor:
@@ -49,19 +50,25 @@ def gates(scores_TX: Tensor, chosen_TK: Tensor, moe: MoeSpec) -> Tensor:
     return gates_TK * moe.routed_scale
 
 
-def balance_loss(scores_TX: Tensor, chosen_TK: Tensor, groups: int) -> Tensor:
-    """sum_x f_x P_x of each of `groups` equal runs of tokens -> [groups]; 1 where the load is even.
-
-    f_x: the share of choices that went to expert x, times the experts. P_x: its mean normalised score. DeepSeek-V3's
-    equations 17 to 20 where a run is a sequence (arXiv 2412.19437); with one run the loss of the Switch Transformer
-    (arXiv 2101.03961), for top-k divided by k.
-    """
-    tokens, experts = scores_TX.shape
-    share = (scores_TX / scores_TX.sum(-1, keepdim=True)).view(groups, -1, experts).mean(1)
-    counts = scores_TX.new_zeros(groups, experts)
+def run_counts(chosen_TK: Tensor, groups: int, num_experts: int) -> Tensor:
+    """How often each of `groups` equal runs of tokens chose each expert, float32 [groups, X]."""
     flat = chosen_TK.reshape(groups, -1)
-    counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))
-    return (counts * (experts * groups / (tokens * chosen_TK.shape[1])) * share).sum(-1)
+    counts = torch.zeros(groups, num_experts, device=chosen_TK.device)
+    return counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))
+
+
+def balance_loss(scores_TX: Tensor, counts_GX: Tensor, top_k: int) -> Tensor:
+    """sum_x f_x P_x of each of G equal runs of tokens -> [G]; 1 where the load is even.
+
+    f_x: the share of choices that went to expert x, times the experts (`counts_GX`, of the whole run). P_x: its mean
+    normalised score. DeepSeek-V3's equations 17 to 20 where a run is a sequence (arXiv 2412.19437); with one run the
+    loss of the Switch Transformer (arXiv 2101.03961), for top-k divided by k.
+    Of runs whose tokens are divided among ranks the result is this rank's summand, since the loss is linear in P_x.
+    """
+    groups, experts = counts_GX.shape
+    choices_G = counts_GX.sum(-1, keepdim=True)
+    share = (scores_TX / scores_TX.sum(-1, keepdim=True)).view(groups, -1, experts).sum(1) * (top_k / choices_G)
+    return (counts_GX * (experts / choices_G) * share).sum(-1)
 
 
 def z_loss(logits_TX: Tensor, groups: int) -> Tensor:
@@ -92,9 +99,9 @@ class Router(nn.Module):
     """Chooses each token's experts. `bias` (present with `selection_bias`) is state, not trained by gradients: the
     trainer moves it at the commit of a step (`train/balance.py`)."""
 
-    def __init__(self, hidden: int, moe: MoeSpec, device: Any) -> None:
+    def __init__(self, hidden: int, moe: MoeSpec, compute: Compute, device: Any) -> None:
         super().__init__()
-        self.moe = moe
+        self.moe, self.split = moe, compute.split.experts
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden, device=device))
         self.bias: nn.Parameter | None = None
         if moe.selection_bias:
@@ -105,8 +112,9 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor, weights_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """(gates float32 [T, K], experts int64 [T, K]) of the tokens in order.
 
-        weights_B: what each sequence counts in the loss (float32); with it the balance and z-losses act on the
-        gradients. Each is a mean over tokens, weighted like a token's cross-entropy.
+        weights_B: what each whole sequence counts in the loss (float32); with it the balance and z-losses act on the
+        gradients. Each is a mean over tokens, weighted like a token's cross-entropy. Where other ranks hold tokens of
+        the same sequences, this rank's gradients are those of its own summand.
         """
         logits_TX = ops.linear(x_BSD.flatten(0, 1).float(), self.weight, None, torch.float32)
         scores_TX = scores(logits_TX, self.moe)
@@ -125,7 +133,9 @@ class Router(nn.Module):
         if moe.aux_loss_coef:
             runs = batch if moe.aux_loss_per_sequence else 1
             weights = weights_B if moe.aux_loss_per_sequence else weights_B.sum()
-            terms.append(moe.aux_loss_coef * (balance_loss(scores_TX, chosen_TK, runs) * weights).sum())
+            counts_GX = self.split.sum_counts(run_counts(chosen_TK, runs, moe.num_experts))
+            terms.append(moe.aux_loss_coef * (balance_loss(scores_TX, counts_GX, moe.top_k) * weights).sum())
         if moe.z_loss_coef:
-            terms.append(moe.z_loss_coef * (z_loss(logits_TX, batch) * weights_B).sum())
+            mean_B = z_loss(logits_TX, batch) / self.split.token_ranks
+            terms.append(moe.z_loss_coef * (mean_B * weights_B).sum())
         return torch.stack(terms).sum() if terms else None

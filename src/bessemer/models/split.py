@@ -59,9 +59,7 @@ class TensorSplit:
     def loss(self, hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> Tensor:
         """The weighted cross-entropy of a head of which this rank holds a share of the rows, float32 scalar: the same
         on all ranks. hidden_BSD is in the stream; labels and weights are those of all tokens of the context rank."""
-        return ops.linear_cross_entropy(
-            hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), weights_BS.flatten()
-        )
+        return ops.linear_cross_entropy(hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), weights_BS.flatten())
 
     def stream_part(self, values: Tensor, dim: int = 1) -> Tensor:
         """Of values of the rank's whole sequence along `dim`, those of the tokens in the stream. Not differentiated."""
@@ -111,11 +109,11 @@ class Sent(Protocol):
 class _Kept:
     """Tokens whose experts all live here."""
 
-    rows_TD: Tensor
-    counts_X: Tensor
+    rows: Tensor  # [T, D]
+    counts: Tensor  # int64 [X]
 
     def arrived(self) -> tuple[Tensor, Tensor]:
-        return self.rows_TD, self.counts_X
+        return self.rows, self.counts
 
 
 class ExpertSplit:
