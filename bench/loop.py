@@ -63,7 +63,8 @@ def rows() -> list[Row]:
         job = bench_job(folder)
         prepared = prepare(job)
         recorder = Recorder()
-        parts = assemble(job, resolve_model(job.model), build_mesh(job, 0, torch.device("cpu")))
+        spec = resolve_model(job.model)
+        parts = assemble(job, spec, build_mesh(job, 0, torch.device("cpu"), spec))
         data = open_dataset(job, "train", prepared)
         vault, socket = start_vault(job)
         with VaultClient(socket) as saver:

@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bessemer.models.moe import routers
+from bessemer.models.moe import held_routers
 from bessemer.models.router import Router, scores
+
+
+def routers(module: nn.Module) -> list[Router]:
+    """In the order of the layers."""
+    return [router for _, router in held_routers(module)]
 
 
 def margin_of(router: Router, x_BSD: torch.Tensor) -> float:

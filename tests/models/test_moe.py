@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from router_margin import routers
 
 from bessemer.core.counts import flops_per_token, parameter_counts
 from bessemer.core.model import MlaSpec, ModelSpec, MoeSpec, RopeSpec
@@ -10,7 +11,7 @@ from bessemer.core.presets import preset
 from bessemer.models.build import build
 from bessemer.models.canonical import load_state, pieces, state
 from bessemer.models.hf import export_hf, import_hf
-from bessemer.models.moe import expert_load, routers
+from bessemer.models.moe import expert_load
 from bessemer.models.router import balance_loss, choose, gates, run_counts, scores, z_loss
 from bessemer.runtime.kernels import KernelSample
 

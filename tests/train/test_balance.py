@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from router_margin import routers
 from train.toy import DEEPSEEK, MODELS, run_steps, toy_batch, toy_job, toy_parts
 
-from bessemer.models.moe import routers
+from bessemer.models.canonical import Piece
 from bessemer.train.balance import imbalance, move_selection_biases
 from bessemer.train.optim import Muon
 
@@ -69,8 +70,9 @@ def test_muon_updates_each_experts_matrix_by_itself():
     weight = torch.nn.Parameter(torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1)))
     gradient = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(2))
     apart = [torch.nn.Parameter(matrix.clone()) for matrix in weight.detach()]
-    rows = {weight: [(0, 3)], **{p: [(0, 8)] for p in apart}}
-    muon = Muon([weight, *apart], rows, lr=0.1, momentum=0.9, weight_decay=0.0)
+    stack = Piece("w", "w", 0, 3, (3, 8, 4), (0, 0, 0), (8, 4), expert=True)
+    rows = {weight: [stack], **{p: [Piece("w", "w", 0, 8, (8, 4), (0, 0), (4,))] for p in apart}}
+    muon = Muon([weight, *apart], rows, lambda piece, block: block, lr=0.1, momentum=0.9, weight_decay=0.0)
     for param, grad in ((weight, gradient), *zip(apart, gradient, strict=True)):
         muon.state[param]["momentum"] = torch.zeros_like(param)
         param.grad = grad.clone()

@@ -12,7 +12,8 @@ from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
 from bessemer.parallel.mesh import build_mesh
 from bessemer.train.assembly import Assembly, assemble
-from bessemer.train.step import Batch, StepResult, rank_micro_batches
+from bessemer.train.passes import Batch
+from bessemer.train.step import StepResult, rank_micro_batches
 
 VOCAB, SEQ = 97, 32
 MODEL = {
@@ -89,13 +90,13 @@ def toy_batch(ids: list[int]) -> Batch:
 
 
 def toy_parts(job: Job, rank: int = 0) -> Assembly:
-    mesh = build_mesh(job, rank, torch.device("cpu"))
-    return assemble(job, resolve_model(job.model), mesh)
+    spec = resolve_model(job.model)
+    return assemble(job, spec, build_mesh(job, rank, torch.device("cpu"), spec))
 
 
 def run_steps(parts: Assembly, first: int, stop: int) -> Iterator[StepResult]:
     """Run the steps [first, stop) of a rank on toy data."""
     mesh, job = parts.mesh, parts.job
     for step in range(first, stop):
-        lists = rank_micro_batches(job, step, mesh.replica_index, mesh.shard_index)
+        lists = rank_micro_batches(job, step, mesh.at("replica"), mesh.at("shard"))
         yield parts.step.run(step, iter([toy_batch(ids) for ids in lists]), len(lists))

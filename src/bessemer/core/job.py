@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -151,17 +152,29 @@ class Job(Frozen):
         """Full copies of the model: the groups over which gradients are reduced last."""
         if self.keep.replicas is not None:
             return self.keep.replicas
-        return self.layout.dp if self.layout.dp_shard == "none" else 1
+        return self.layout.dp // self.layout.expert_span if self.layout.dp_shard == "none" else 1
 
     @property
     def shard(self) -> int:
-        """Data-parallel ranks inside one copy of the model, over which its state is sharded."""
+        """Data-parallel ranks inside one copy of the model, over which its state or its experts are divided."""
         return self.layout.dp // self.replicas
 
     @property
     def unit(self) -> int:
-        """Samples of one unit: by default one micro-batch on each rank of the shard axis."""
-        return self.keep.unit or self.train.micro_batch * self.shard
+        """Samples of one unit. By default one micro-batch on each rank of the shard axis; with a pipeline, which is
+        filled and emptied once a unit, all that a replica takes in a step."""
+        if self.keep.unit is not None:
+            return self.keep.unit
+        least = self.train.micro_batch * self.shard
+        if self.layout.pp == 1:
+            return least
+        whole = math.gcd(self.train.global_batch, *(size for _, size in self.train.batch_ramp))
+        return max(least, whole // self.replicas // least * least)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one unit on a rank."""
+        return self.unit // (self.train.micro_batch * self.shard)
 
     def global_batch_at(self, step: int) -> int:
         """Sequences of step `step` (from 0). A ramp entry (until, size) rules the steps before `until`."""

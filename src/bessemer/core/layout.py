@@ -14,14 +14,8 @@ from bessemer.core.model import Frozen
 __all__ = ["RUNNABLE", "Layout"]
 
 RUNNABLE: dict[str, frozenset[object]] = {
-    "tp": frozenset({1}),
-    "pp": frozenset({1}),
-    "cp": frozenset({1}),
-    "ep": frozenset({1}),
-    "etp": frozenset({1}),
     "dp_shard": frozenset({"none", "optimizer", "gradient", "full"}),
-    "virtual_stages": frozenset({1}),
-    "schedule": frozenset({"1f1b"}),
+    "schedule": frozenset({"1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipev"}),
 }
 """Per field the values that `train` runs; a field that is absent here is unrestricted."""
 
@@ -53,3 +47,12 @@ class Layout(Frozen):
     @property
     def world_size(self) -> int:
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def expert_span(self) -> int:
+        """Data-parallel ranks that together hold all experts, and so belong to one copy of the model: the smallest
+        divisor of dp that makes room for ep x etp (all of dp where none does)."""
+        ranks, needed = self.cp * self.tp, self.ep * self.etp
+        if needed == 1:
+            return 1
+        return next((d for d in range(1, self.dp) if self.dp % d == 0 and d * ranks % needed == 0), self.dp)

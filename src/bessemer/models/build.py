@@ -40,8 +40,7 @@ def initialise(model: Decoder, seed: int) -> None:
         name = block.piece.name
         if name not in made:  # the blocks of a tensor come one after another: only one is kept whole
             made = {name: initial(model.spec, name, block.piece.shape, seed)}
-        at = zip(block.offset, block.tensor.shape, strict=True)
-        block.tensor.copy_(made[name][tuple(slice(o, o + n) for o, n in at)])
+        block.tensor.copy_(made[name][block.within])
 
 
 def initial(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:

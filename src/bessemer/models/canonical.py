@@ -9,6 +9,7 @@ Logical ("canonical") tensors are unfused and unsharded, named as in checkpoints
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -39,12 +40,23 @@ class Piece:
     rows: int
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    tail: tuple[int, ...]
+    """The parameter's dims after the first."""
     expert: bool = False
     """Experts' weights: divided among the ranks of expert parallelism instead."""
     copies: int = 1
     """Tensor-parallel ranks that hold this same block (of an expert's: 1)."""
     partial: bool = False
     """Each of them computes only its own tokens' or heads' part of the gradient."""
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The block's shape."""
+        return (self.rows, *self.tail)
+
+    def within(self, dims: int = 0) -> tuple[slice, ...]:
+        """The index of the block in the whole tensor, from dim `dims` on."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset[dims:], self.extent[dims:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,11 @@ class Held:
     piece: Piece
     offset: tuple[int, ...]
     tensor: Tensor
+
+    @property
+    def within(self) -> tuple[slice, ...]:
+        """The block's index in the whole tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.tensor.shape, strict=True))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -69,8 +86,17 @@ def local_rows(tensor: Tensor) -> tuple[int, int]:
     return (offset[0], shape[0]) if shape and shape[0] else (0, 0)
 
 
+_known: weakref.WeakKeyDictionary[nn.Module, list[Piece]] = weakref.WeakKeyDictionary()
+
+
 def pieces(model: nn.Module) -> list[Piece]:
     """The blocks of logical tensors that a `Decoder` holds, in the order of its parameters."""
+    if model not in _known:  # every step asks, and the answer stays the same
+        _known[model] = _pieces(model)
+    return _known[model]
+
+
+def _pieces(model: nn.Module) -> list[Piece]:
     found: list[Piece] = []
     for param, tensor in model.named_parameters():
         path = param.split(".")
@@ -111,13 +137,14 @@ class _Parameter:
         if isinstance(owner, Projection) and owner.part == "rows" and self.path[-1] == "weight":
             whole = (self.shape[0], self.shape[1] * tensor.degree)
             offset = (0, self.shape[1] * tensor.rank)
-            return [Piece(self.param, ".".join(self.path), 0, self.shape[0], whole, offset)]
+            return [Piece(self.param, ".".join(self.path), 0, self.shape[0], whole, offset, self.shape[1:])]
         # of the rest every rank has all; the router sees only its own tokens, and these norms only its own heads
         partial = tensor.sequence_parallel or isinstance(owner, HeadNorm | Router)
         partial = partial and tensor.degree > 1
         offset = (0,) * len(self.shape)
         name = ".".join(self.path)
-        return [Piece(self.param, name, 0, self.shape[0], self.shape, offset, copies=tensor.degree, partial=partial)]
+        whole, tail, copies = self.shape, self.shape[1:], tensor.degree
+        return [Piece(self.param, name, 0, whole[0], whole, offset, tail, copies=copies, partial=partial)]
 
     def _rows(self, part: str, row: int, rows: int, whole: int, first: int | None = None, copies: int = 1) -> Piece:
         """Rows `row`.. of the parameter: those from `first` on (by default this rank's equal share) of `whole`."""
@@ -125,7 +152,7 @@ class _Parameter:
         tail = self.shape[1:]
         name = ".".join((*self.path[:-2], part, self.path[-1]))
         offset = (first, *(0 for _ in tail))
-        return Piece(self.param, name, row, rows, (whole, *tail), offset, copies=copies, partial=copies > 1)
+        return Piece(self.param, name, row, rows, (whole, *tail), offset, tail, copies=copies, partial=copies > 1)
 
     def _heads(self, spec: ModelSpec) -> list[Piece]:
         """Query, key and value rows; a key/value head may be held by several ranks, each for its own queries."""
@@ -150,7 +177,8 @@ class _Parameter:
         cut = (2, inner) if name == "down" else (1, out)  # which dim the ranks of one expert divide
         shape, offset = [experts * split.degree, out, inner], [experts * split.rank, 0, 0]
         shape[cut[0]], offset[cut[0]] = cut[1] * split.width_degree, cut[1] * split.width_rank
-        return Piece(self.param, ".".join(self.path), 0, experts, tuple(shape), tuple(offset), expert=True)
+        name = ".".join(self.path)
+        return Piece(self.param, name, 0, experts, tuple(shape), tuple(offset), self.shape[1:], expert=True)
 
 
 def held(model: nn.Module, named: Mapping[str, Tensor] | None = None) -> Iterator[Held]:
@@ -203,8 +231,7 @@ def load_state(model: nn.Module, source: Mapping[str, Tensor] | Iterable[tuple[s
         else:
             missing.discard(name)
             for block in into.get(name, ()):
-                at = zip(block.offset, block.tensor.shape, strict=True)
-                block.tensor.copy_(tensor[tuple(slice(o, o + n) for o, n in at)])
+                block.tensor.copy_(tensor[block.within])
     wrong += [f"{name} is missing" for name in known if name in missing]
     if wrong:
         raise CheckpointError("the weights don't fit the model:\n  " + "\n  ".join(wrong), code="weights-mismatch")

@@ -18,7 +18,7 @@ from bessemer.core.model import ModelSpec
 from bessemer.models.parts import Compute, FeedForward, Projection, Visible
 from bessemer.models.router import Router
 
-__all__ = ["Experts", "MixtureOfExperts", "expert_load", "moe_layers", "routers"]
+__all__ = ["Experts", "MixtureOfExperts", "expert_load", "held_routers", "moe_layers"]
 
 
 class Stack(nn.Module):
@@ -89,28 +89,31 @@ class MixtureOfExperts(nn.Module):
         return shared_BSD if self.shared_gate is None else shared_BSD * self.shared_gate(x_BSD).sigmoid()
 
 
-def routers(model: nn.Module) -> list[Router]:
-    """The routers that this rank holds, in the order of its layers."""
-    return [part for part in model.modules() if isinstance(part, Router)]
+def held_routers(model: nn.Module, layers: range | None = None) -> list[tuple[int, Router]]:
+    """(place among the model's MoE layers, router) of those that this rank holds, of `layers` only if given.
 
-
-def expert_load(model: nn.Module) -> Tensor | None:
-    """How often each expert was chosen in the latest forward pass for the tokens of this rank, int64 [MoE layers of
-    the whole model, X], 0 in the layers of other ranks; None without experts.
-
-    The prediction modules of multi-token prediction come last.
+    The prediction modules of multi-token prediction come last, and belong to the last layer.
     """
     spec: ModelSpec = model.spec
-    if spec.moe is None:
-        return None
-    blocks = [(i, block.mlp) for i, block in model.held_blocks() if isinstance(block.mlp, MixtureOfExperts)]
     places = {layer: place for place, layer in enumerate(moe_layers(spec))}
-    table: Tensor | None = None
-    for layer, mlp in blocks:
-        load = mlp.router.load
-        if load is not None:
-            table = load.new_zeros(len(places), spec.moe.num_experts) if table is None else table
-            table[places[layer]] = load
+    wanted = range(spec.num_layers) if layers is None else layers
+    found = []
+    for layer, block in model.held_blocks():
+        if isinstance(block.mlp, MixtureOfExperts) and min(layer, spec.num_layers - 1) in wanted:
+            found.append((places[layer], block.mlp.router))
+    return found
+
+
+def expert_load(model: nn.Module, layers: range | None = None) -> Tensor | None:
+    """How often each expert was chosen in the latest forward pass for the tokens of this rank, int64 [MoE layers of
+    the whole model, X], 0 in layers of other ranks and outside of `layers`; None without experts there."""
+    spec: ModelSpec = model.spec
+    loads = {place: router.load for place, router in held_routers(model, layers) if router.load is not None}
+    if not loads or spec.moe is None:
+        return None
+    table = next(iter(loads.values())).new_zeros(len(moe_layers(spec)), spec.moe.num_experts)
+    for place, load in loads.items():
+        table[place] = load
     return table
 
 

@@ -1,24 +1,28 @@
-"""Data parallelism: gradients summed over replicas, and parameters, gradients and optimizer state sharded by FSDP2.
+"""Data parallelism: gradients summed over the ranks that see other tokens with the same weights.
 
-The reduction across replicas is one function (`ReplicaSum`), entered from bucketed gradient hooks without sharding
-and from FSDP2's all-reduce hook with it. It works on a copy, so that a failed one leaves the local gradients as
-they were, and it starts under the backward pass of the last unit. Nothing here divides: gradients are sums of
-per-token terms, normalised in one place, `train/step.py`.
+Inside a replica these are the ranks of the shard and context axes (of the experts: those that hold the same ones);
+there FSDP2 may shard parameters, gradients and optimizer state. The reduction across replicas is one function
+(`ReplicaSum`), entered from bucketed gradient hooks without sharding and from FSDP2's all-reduce hook with it. It works
+on a copy, so that a failed one leaves the local gradients as they were, and it starts under the backward pass of the
+last unit. Nothing here divides: gradients are sums of per-token terms, normalised in one place, `train/step.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from bessemer.models.canonical import pieces
+from bessemer.models.moe import Experts
 from bessemer.parallel.mesh import Mesh
 
-__all__ = ["DataParallel", "ReplicaSum", "Replicated", "Sharded", "data_parallel", "drop_gathered"]
+__all__ = ["DataParallel", "ReplicaSum", "drop_gathered", "shard"]
 
 BUCKET_BYTES = 8 << 20
 """Gradients are reduced in buckets of at least this size: large enough for the link's bandwidth, small enough that
@@ -38,58 +42,56 @@ class ReplicaSum:
         return dist.all_reduce(buffer, group=self.group, async_op=True)
 
 
-class DataParallel(Protocol):
-    """What the step needs of data parallelism."""
-
-    module: nn.Module
-
-    def before_backward(self, *, last: bool) -> None:
-        """Say whether the backward pass that follows is the step's last one on this rank."""
-
-    def finish(self) -> None:
-        """Wait until each parameter's `.grad` is the sum over all ranks."""
-
-    def local_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """This rank's own part of the step's gradients, as far as it is still apart from the sum."""
-
-
 class _Bucket:
-    """A run of parameters whose gradients travel together."""
+    """A run of parameters whose gradients travel together: first inside the replica, then across replicas."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
         self.flat = torch.empty(sum(p.numel() for p in params), dtype=torch.float32, device=params[0].device)
         sizes = [p.numel() for p in params]
         self.views = [v.view_as(p) for v, p in zip(self.flat.split(sizes), params, strict=True)]
-        self.pending = len(params)
-        self.work: dist.Work | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.pending = len(self.params)
+        self.inside: dist.Work | None = None
+        self.across: dist.Work | None = None
         self.local: list[torch.Tensor] = []
 
 
 class Replicated:
-    """Every rank holds the whole model. One replica: the hooks are not even installed."""
+    """Gradients of parameters that every rank of `group`, and of the replica group, holds whole. Without either, the
+    hooks are not even installed. In a pipeline (`staged`) `done`, not autograd, tells which gradients are complete."""
 
-    def __init__(self, module: nn.Module, replica_sum: ReplicaSum) -> None:
-        self.module = module
+    def __init__(
+        self, params: Sequence[nn.Parameter], group: dist.ProcessGroup | None, replica_sum: ReplicaSum, *, staged: bool
+    ) -> None:
+        self.params = list(params)
+        self._group = group
         self._sum = replica_sum
         self._armed = False
+        self._started: _Bucket | None = None
         self._buckets: list[_Bucket] = []
-        if replica_sum.group is not None:
-            self._buckets = _make_buckets([p for p in module.parameters() if p.requires_grad])
-            for bucket in self._buckets:
-                for param in bucket.params:
-                    param.register_post_accumulate_grad_hook(partial(self._ready, bucket))
+        if group is not None or replica_sum.group is not None:
+            self._buckets = _make_buckets([p for p in self.params if p.requires_grad])
+        self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
+        for param in () if staged else self._bucket_of:
+            param.register_post_accumulate_grad_hook(self._ready)
 
     def before_backward(self, *, last: bool) -> None:
         self._armed = last
         if last:
             for bucket in self._buckets:
-                bucket.pending = len(bucket.params)
-                bucket.work = None
-                bucket.local = []
+                bucket.reset()
 
-    def _ready(self, bucket: _Bucket, _param: torch.Tensor) -> None:
-        if not self._armed:
+    def done(self, params: Iterable[nn.Parameter]) -> None:
+        """The step's local gradients of these parameters are complete."""
+        for param in params:
+            self._ready(param)
+
+    def _ready(self, param: torch.Tensor) -> None:
+        bucket = self._bucket_of.get(param)  # type: ignore[call-overload]
+        if bucket is None or not self._armed:
             return
         bucket.pending -= 1
         if bucket.pending == 0:
@@ -98,22 +100,37 @@ class Replicated:
     def _launch(self, bucket: _Bucket) -> None:
         bucket.local = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.params]
         torch._foreach_copy_(bucket.views, bucket.local)
-        bucket.work = self._sum.start(bucket.flat)
+        if self._group is None:
+            bucket.across = self._sum.start(bucket.flat)
+            return
+        if self._started is not None:
+            self._cross(self._started)  # it had the backward pass of this bucket's layers to finish in
+        bucket.inside = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        self._started = bucket
+
+    def _cross(self, bucket: _Bucket) -> None:
+        if bucket.inside is not None:
+            bucket.inside.wait()
+            bucket.inside = None
+            bucket.across = self._sum.start(bucket.flat)
 
     def finish(self) -> None:
         for bucket in self._buckets:
             if bucket.pending:  # a parameter that took no part in this step's last backward pass
                 self._launch(bucket)
                 bucket.pending = 0
-            if bucket.work is not None:
-                bucket.work.wait()
+        self._started = None
         for bucket in self._buckets:
+            self._cross(bucket)
+        for bucket in self._buckets:
+            if bucket.across is not None:
+                bucket.across.wait()
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 
     def local_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         if not self._buckets:
-            return {p: p.grad for p in self.module.parameters() if p.grad is not None}
+            return {p: p.grad for p in self.params if p.grad is not None}
         return {p: g for bucket in self._buckets for p, g in zip(bucket.params, bucket.local, strict=True)}
 
 
@@ -133,27 +150,44 @@ def _make_buckets(params: list[nn.Parameter]) -> list[_Bucket]:
     return buckets
 
 
-class Sharded:
-    """FSDP2 over the shard axis, and the sum across replicas in its all-reduce hook.
+def shard(module: nn.Module, mesh: Mesh, kind: str) -> None:
+    """Lay `module` (a `Decoder`, perhaps still on the meta device) over the ranks that see other tokens with the same
+    weights, if `kind` says so: FSDP2 for each block, and for experts over the ranks that hold the same ones.
 
     optimizer (ZeRO-1): gradients stay whole until the step's last backward pass, then are scattered once.
     gradient (ZeRO-2):  they are scattered after each backward pass; parameters stay whole until the update.
     full (ZeRO-3):      parameters are gathered for each block and dropped after it.
     """
+    if kind == "none" or mesh.group("data") is None:
+        return
+    reshard = kind == "full"
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    experts = [part for part in module.modules() if isinstance(part, Experts)]
+    alone = {p for part in experts for p in part.parameters()} if mesh.group("expert_data") is None else set()
+    if not alone and experts:
+        expert_mesh = mesh.device_mesh("expert_data")
+        for part in experts:
+            fully_shard(part, mesh=expert_mesh, reshard_after_forward=reshard, mp_policy=policy)
+    data_mesh = mesh.device_mesh("data")
+    for block in (*module.blocks.values(), *module.mtp, module):
+        fully_shard(block, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=alone)
 
-    def __init__(self, module: nn.Module, mesh: Mesh, kind: str, replica_sum: ReplicaSum) -> None:
-        assert mesh.axes is not None
+
+class Sharded:
+    """The gradients of FSDP2's parameters, and the sum across replicas in its all-reduce hook.
+
+    In a pipeline (`at_end`) they are scattered once, when the last unit has left it: passes of several micro-batches
+    overlap, and schedules that split the backward pass make weights' gradients after FSDP2 would have taken them.
+    """
+
+    def __init__(self, module: nn.Module, kind: str, replica_sum: ReplicaSum, *, at_end: bool) -> None:
         self.module = module
+        self.params = [p for p in module.parameters() if isinstance(p, DTensor)]
         self._kind = kind
         self._sum = replica_sum
+        self._at_end = at_end
         self._last = False
         self._partial: dict[int, torch.Tensor] = {}
-        reshard = kind == "full"
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        shard_axis = mesh.axes["shard"]
-        for block in (*module.blocks, *module.mtp):  # type: ignore[misc]
-            fully_shard(block, mesh=shard_axis, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(module, mesh=shard_axis, reshard_after_forward=reshard, mp_policy=policy)
         for index, part in enumerate(self._parts()):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -164,12 +198,12 @@ class Sharded:
         return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
 
     def before_backward(self, *, last: bool) -> None:
-        self._last = last
         root = self.module
         assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(last or self._kind != "optimizer")
-        root.set_is_last_backward(last)
-        root.set_reshard_after_backward(last or self._kind == "full")
+        self._last = last and not self._at_end
+        root.set_requires_gradient_sync(not self._at_end and (last or self._kind != "optimizer"))
+        root.set_is_last_backward(self._last)
+        root.set_reshard_after_backward(self._last or self._kind == "full")
 
     def _across_replicas(self, index: int, scattered: torch.Tensor) -> None:
         """FSDP2 calls this with its freshly scattered gradients and then adds them to `.grad`.
@@ -189,18 +223,61 @@ class Sharded:
             work.wait()  # FSDP2 reads the result next; on a GPU this only orders streams
 
     def finish(self) -> None:
-        """Nothing is left to wait for: FSDP2 does so at the end of the backward pass."""
+        if not self._at_end:
+            return  # FSDP2 has waited at the end of the backward pass
+        root = self.module
+        assert isinstance(root, FSDPModule)
+        self._last = True
+        root.set_requires_gradient_sync(True)
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+        # what torch.distributed.pipelining does after its own schedules
+        root._get_fsdp_state()._root_post_backward_final_callback()
 
     def local_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         return {}  # already scattered: the sum holds every rank's part
 
 
-def data_parallel(module: nn.Module, mesh: Mesh, dp_shard: str) -> DataParallel:
-    """`module` under the data parallelism of `mesh`: plain, replicated, sharded, or sharded replicas."""
-    replica_sum = ReplicaSum(mesh.replica_group)
-    if mesh.shard > 1:
-        return Sharded(module, mesh, dp_shard, replica_sum)
-    return Replicated(module, replica_sum)
+class DataParallel:
+    """What the step needs of data parallelism: `module` with its gradients summed over everything that shares them."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, kind: str) -> None:
+        """`module` after `shard` and with its parameters in memory; `kind` is layout.dp_shard."""
+        self.module = module
+        replica_sum = ReplicaSum(mesh.group("replica"))
+        expert_names = {p.param for p in pieces(module) if p.expert}
+        plain = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
+        dense = [p for n, p in plain if n not in expert_names]
+        experts = [p for n, p in plain if n in expert_names]
+        staged = mesh.sizes["pp"] > 1
+        self._replicated = (
+            Replicated(dense, mesh.group("data"), replica_sum, staged=staged),
+            Replicated(experts, mesh.group("expert_data"), replica_sum, staged=staged),
+        )
+        self._parts: list[Replicated | Sharded] = [*self._replicated]
+        if any(isinstance(p, DTensor) for p in module.parameters()):
+            self._parts.append(Sharded(module, kind, replica_sum, at_end=staged))
+
+    def before_backward(self, *, last: bool) -> None:
+        """Say whether the backward pass that follows is the step's last one on this rank."""
+        for part in self._parts:
+            part.before_backward(last=last)
+
+    def done(self, params: Iterable[nn.Parameter]) -> None:
+        """In a pipeline: the step's gradients of these parameters are complete on this rank."""
+        params = list(params)
+        for part in self._replicated:
+            part.done(params)
+
+    def finish(self) -> None:
+        """Wait until each parameter's `.grad` is the sum over all ranks that hold the same parameter and see other
+        tokens."""
+        for part in self._parts:
+            part.finish()
+
+    def local_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """This rank's own part of the step's gradients, as far as it is still apart from the sum."""
+        return {p: g for part in self._parts for p, g in part.local_gradients().items()}
 
 
 def drop_gathered(module: nn.Module) -> None:

@@ -11,9 +11,11 @@ from torch import nn
 from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
 from bessemer.core.paths import user_path
-from bessemer.models.build import build
+from bessemer.models.build import initialise
+from bessemer.models.decoder import Decoder
 from bessemer.models.hf import import_hf
-from bessemer.parallel.data import DataParallel, data_parallel
+from bessemer.parallel.axes import held_layers, split_of
+from bessemer.parallel.data import DataParallel, shard
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.diagnosis import stop_non_finite
 from bessemer.train.optim import Optimizer
@@ -39,12 +41,16 @@ class Assembly:
 
 
 def assemble(job: Job, spec: ModelSpec, mesh: Mesh) -> Assembly:
-    """Build the model of `job` from its seed or `model.weights`, lay it over `mesh` and give it an optimizer."""
-    dtype = COMPUTE_DTYPES[job.precision.recipe]
-    module = build(spec, seed=job.train.seed, device=mesh.device, compute_dtype=dtype)
+    """What this rank holds of the job's model, laid over `mesh` and with an optimizer. No rank ever holds the model
+    whole: each makes its own share from the seed, or reads it from `model.weights`."""
+    module = Decoder(spec, device="meta", split=split_of(job, spec, mesh), layers=held_layers(job, spec, mesh))
+    module.compute_dtype = COMPUTE_DTYPES[job.precision.recipe]
+    shard(module, mesh, job.layout.dp_shard)
+    module.to_empty(device=mesh.device)
+    initialise(module, job.train.seed)
     if job.model.weights is not None:
-        import_hf(module, user_path(job.model.weights))  # while it is whole; a checkpoint replaces it later
-    parallel = data_parallel(module, mesh, job.layout.dp_shard)
-    optimizer = Optimizer(module, job.train)
-    step = Step(job, mesh, parallel, optimizer, on_bad=partial(stop_non_finite, job, mesh, parallel))
+        import_hf(module, user_path(job.model.weights))  # a checkpoint replaces it later
+    parallel = DataParallel(module, mesh, job.layout.dp_shard)
+    optimizer = Optimizer(module, job.train, mesh)
+    step = Step(job, spec, mesh, parallel, optimizer, on_bad=partial(stop_non_finite, job, mesh, parallel))
     return Assembly(job, spec, mesh, module, parallel, optimizer, step)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bessemer.models.moe import routers
-from bessemer.train.optim import local, local_rows
+from bessemer.models.canonical import local, local_rows
+from bessemer.models.moe import held_routers
 
 __all__ = ["imbalance", "move_selection_biases"]
 
@@ -18,7 +18,8 @@ def move_selection_biases(module: nn.Module, load: torch.Tensor) -> None:
     load: how often each expert was chosen in the step by all ranks, [MoE layers, experts], so that every rank moves
     its part of a bias alike (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
     """
-    for router, counts in zip(routers(module), load, strict=True):
+    for place, router in held_routers(module):
+        counts = load[place]
         if router.bias is not None:
             first, rows = local_rows(router.bias)
             side = torch.sign(counts.mean() - counts)[first : first + rows]

@@ -9,21 +9,23 @@ from torch import nn
 
 from bessemer.core.errors import NonFinite
 from bessemer.core.job import Job
+from bessemer.models.canonical import local
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
-from bessemer.train.optim import local
-from bessemer.train.step import Batch, Contribution
+from bessemer.train.passes import Batch, Contribution, Passes
 
 __all__ = ["stop_non_finite"]
 
 
-def stop_non_finite(job: Job, mesh: Mesh, parallel: DataParallel, step: int, mine: Contribution) -> None:
+def stop_non_finite(
+    job: Job, mesh: Mesh, parallel: DataParallel, passes: Passes, step: int, mine: Contribution
+) -> None:
     """Raise `NonFinite` on every rank, naming the guilty rank and its first bad tensor. `step` counts from 0.
 
     A bad parameter explains a bad activation, which explains a bad gradient; so the rank with the earliest cause
     is named, the lowest one among equals.
     """
-    severity, text = _diagnose(parallel, mine)
+    severity, text = _diagnose(parallel, passes, mine)
     ranks = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
     ranks[mesh.rank] = severity
     found = mesh.sum_over_world(ranks).tolist()
@@ -38,15 +40,15 @@ def stop_non_finite(job: Job, mesh: Mesh, parallel: DataParallel, step: int, min
     )
 
 
-def _diagnose(parallel: DataParallel, mine: Contribution) -> tuple[int, str]:
+def _diagnose(parallel: DataParallel, passes: Passes, mine: Contribution) -> tuple[int, str]:
     """(severity, what is bad on this rank): 3 a parameter, 2 the forward pass, 1 a gradient, 0 nothing here."""
     module = parallel.module
     parameter = _first_bad((n, local(p.detach())) for n, p in module.named_parameters())
-    # every rank runs this, also a clean one: with sharded parameters a forward pass is collective
-    outputs = [bad for batch in mine.batches if (bad := _first_bad_output(module, batch))]
+    # every rank runs this, also a clean one: a forward pass may be collective
+    outputs = [bad for batch in mine.batches if (bad := _first_bad_output(passes, batch))]
     if parameter is not None:
         return 3, f"parameter {parameter} is not finite"
-    if float(mine.weight_sum) == 0:
+    if passes.knows_loss and float(mine.weight_sum) == 0:
         return 2, "no token of this rank's samples counts towards the loss"
     if outputs:
         return 2, f"the output of {outputs[0]} is not finite"
@@ -65,7 +67,7 @@ def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
     return None
 
 
-def _first_bad_output(module: nn.Module, batch: Batch) -> str | None:
+def _first_bad_output(passes: Passes, batch: Batch) -> str | None:
     """Run `batch` forward again and name the first submodule, in order of completion, with a non-finite output."""
     found: list[str] = []
 
@@ -77,10 +79,9 @@ def _first_bad_output(module: nn.Module, batch: Batch) -> str | None:
 
         return hook
 
-    handles = [part.register_forward_hook(watch(name or "the loss")) for name, part in module.named_modules()]
+    handles = [part.register_forward_hook(watch(name or "the loss")) for name, part in passes.module.named_modules()]
     try:
-        with torch.no_grad():
-            module(**batch)
+        passes.forward(batch)
     finally:
         for handle in handles:
             handle.remove()

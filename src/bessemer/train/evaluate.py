@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from bessemer.data import Batch as NumpyBatch
 from bessemer.data import Dataset
 from bessemer.parallel.data import drop_gathered
-from bessemer.parallel.mesh import Mesh
-from bessemer.train.step import Batch
+from bessemer.train.passes import Batch, Passes
 
 __all__ = ["Evaluation", "evaluate", "to_tensors"]
 
@@ -42,24 +40,25 @@ def to_tensors(batch: NumpyBatch, device: torch.device) -> Batch:
     return {k: torch.from_numpy(v).to(device) for k, v in fields.items() if v is not None}
 
 
-def evaluate(module: nn.Module, dataset: Dataset, mesh: Mesh, *, sequences: int, micro_batch: int) -> Evaluation:
-    """Loss of `module` over the first `sequences` samples (at most one epoch), shared out over all ranks.
+def evaluate(passes: Passes, dataset: Dataset, *, sequences: int, micro_batch: int) -> Evaluation:
+    """Loss over the first `sequences` samples (at most one epoch), shared out over the data-parallel ranks.
 
-    Every rank runs the same number of forward passes, since with sharded parameters they are collective: a rank
-    without work repeats a sample with weight zero.
+    Every rank runs the same number of forward passes, since they are collective: a rank without work repeats a
+    sample whose sums nobody takes.
     """
+    mesh, module = passes.mesh, passes.module
     ids = list(range(min(sequences, dataset.num_samples)))
     batches = [ids[i : i + micro_batch] for i in range(0, len(ids), micro_batch)]
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     training = module.training
     module.eval()
-    with torch.no_grad():
-        for turn in range(0, len(batches), mesh.world_size):
-            mine = turn + mesh.rank
-            batch = to_tensors(dataset.batch(batches[min(mine, len(batches) - 1)]), mesh.device)
-            loss_sum, weight_sum = module(**batch)
-            if mine < len(batches):
-                sums += torch.stack([loss_sum.double(), weight_sum.double()])
+    at, ranks = mesh.at("replica") * mesh.sizes["shard"] + mesh.at("shard"), mesh.sizes["replica"] * mesh.sizes["shard"]
+    for turn in range(0, len(batches), ranks):
+        mine = turn + at
+        batch = to_tensors(dataset.batch(batches[min(mine, len(batches) - 1)]), mesh.device)
+        loss_sum, weight_sum = passes.forward(batch)
+        if mine < len(batches) and mesh.counts_loss:
+            sums += torch.tensor([float(loss_sum), float(weight_sum)], dtype=torch.float64, device=mesh.device)
     module.train(training)
     drop_gathered(module)
     loss_sum, weight = mesh.sum_over_world(sums).tolist()

@@ -18,7 +18,7 @@ from bessemer.runtime.kernels import KernelSample
 from bessemer.train.assembly import Assembly
 from bessemer.train.evaluate import Evaluation, evaluate, to_tensors
 from bessemer.train.restore import checkpoint_meta, restore
-from bessemer.train.state import owned, state_slices
+from bessemer.train.state import owned_slices
 from bessemer.train.step import Batch, StepResult, rank_micro_batches
 
 __all__ = ["Loop", "Reporter", "Saver"]
@@ -105,7 +105,7 @@ class Loop:
         wanted = (
             ids
             for step in range(first_step, self.job.train.steps)
-            for ids in rank_micro_batches(self.job, step, mesh.replica_index, mesh.shard_index)
+            for ids in rank_micro_batches(self.job, step, mesh.at("replica"), mesh.at("shard"))
         )
         with Reader(self.train_data, wanted, self.job.data.workers) as reader:
             for batch in reader:
@@ -114,7 +114,7 @@ class Loop:
     def _step(self, step: int, batches: Iterator[Batch]) -> StepResult:
         mesh = self.parts.mesh
         self.reporter.phase(step + 1, "training")
-        count = len(rank_micro_batches(self.job, step, mesh.replica_index, mesh.shard_index))
+        count = len(rank_micro_batches(self.job, step, mesh.at("replica"), mesh.at("shard")))
         stop = self.reporter.stop_requested
         if step % KERNEL_SAMPLES_EVERY != 2:
             return self.parts.step.run(step, batches, count, stop=stop)
@@ -139,9 +139,8 @@ class Loop:
         self.reporter.phase(step, "evaluating")
         start = time.perf_counter()
         found = evaluate(
-            self.parts.module,
+            self.parts.step.passes,
             self.val_data,
-            self.parts.mesh,
             sequences=self.job.train.eval_sequences,
             micro_batch=self.job.train.micro_batch,
         )
@@ -188,7 +187,7 @@ class Loop:
         self._event("save", step=step, stall_s=stall_s)
 
     def _owned(self) -> list[Slice]:
-        return owned(state_slices(self.parts.module, self.parts.optimizer), self.parts.mesh)
+        return owned_slices(self.parts.module, self.parts.optimizer, self.parts.mesh)
 
     def _meta(self, step: int) -> dict[str, Any]:
         return checkpoint_meta(self.job, step, self.train_data.fingerprint)

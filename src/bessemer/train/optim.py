@@ -7,22 +7,35 @@ State tensors have the shape of their parameter and are saved under canonical na
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from bessemer.core.job import TrainSection
-from bessemer.models.canonical import Piece, pieces
+from bessemer.models.canonical import Piece, local, local_rows, pieces
+from bessemer.parallel.copies import whole_block
+from bessemer.parallel.mesh import Mesh
 
-__all__ = ["Muon", "Optimizer", "orthogonalise"]
+__all__ = ["Muon", "Optimizer", "moments", "orthogonalise"]
 
 MUON_LR = 0.02
 MUON_MOMENTUM = 0.95
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 """Coefficients of the quintic iteration, Jordan et al. 2024 (kellerjordan.github.io/posts/muon)."""
+
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+MUON_MOMENTS = ("momentum",)
+
+
+def moments(name: str, dims: int, train: TrainSection) -> tuple[str, ...]:
+    """The kinds of state that the logical tensor `name` of `dims` dimensions has beside its value."""
+    if name.endswith(".router.bias"):
+        return ()  # moved at the commit, without a gradient
+    hidden = train.optimizer == "muon" and dims >= 2 and name.startswith(("layers.", "mtp."))
+    return MUON_MOMENTS if hidden else ADAMW_MOMENTS
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
@@ -41,14 +54,16 @@ def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum, Nesterov, orthogonalised per logical matrix; decoupled weight decay.
 
-    `matrices` gives for each parameter the (first row, rows) of its logical matrices. The update of a matrix is
-    scaled by sqrt(max(1, rows / columns)), as in the reference above.
+    `matrices` gives for each parameter the blocks of logical matrices that it holds; `whole` puts the blocks of all
+    ranks together (`parallel/copies.py`). The update of a matrix is scaled by sqrt(max(1, rows / columns)), as in the
+    reference above.
     """
 
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        matrices: dict[nn.Parameter, list[tuple[int, int]]],
+        matrices: Mapping[nn.Parameter, Sequence[Piece]],
+        whole: Callable[[Piece, torch.Tensor], torch.Tensor],
         *,
         lr: float,
         momentum: float,
@@ -56,6 +71,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._matrices = matrices
+        self._whole = whole
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -71,31 +87,22 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, param: nn.Parameter, direction: torch.Tensor) -> torch.Tensor:
         """The orthogonalised rows of `direction` that this rank holds; of a stack of experts each matrix by itself,
-        of which none is cut by sharding."""
+        which FSDP doesn't cut."""
         if param.ndim == 3:
-            stack = local(direction)
-            scale = max(1.0, param.size(1) / param.size(2)) ** 0.5
-            return torch.stack([orthogonalise(matrix) * scale for matrix in stack]) if len(stack) else stack
-        whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
-        result = torch.empty_like(whole)
-        for row, rows in self._matrices[param]:
-            scale = max(1.0, rows / whole.size(1)) ** 0.5
-            result[row : row + rows] = orthogonalise(whole[row : row + rows]) * scale
+            [piece] = self._matrices[param]
+            stack = self._whole(piece, local(direction))
+            scale = max(1.0, stack.size(1) / stack.size(2)) ** 0.5
+            made = [orthogonalise(matrix)[piece.within(1)] * scale for matrix in stack]
+            return torch.stack(made) if made else local(direction)
+        rows_held = direction.full_tensor() if isinstance(direction, DTensor) else direction
+        result = torch.empty_like(rows_held)
+        for piece in self._matrices[param]:
+            rows = slice(piece.row, piece.row + piece.rows)
+            matrix = self._whole(piece, rows_held[rows])
+            scale = max(1.0, matrix.size(0) / matrix.size(1)) ** 0.5
+            result[rows] = orthogonalise(matrix)[piece.within()] * scale
         first, count = local_rows(param)
         return result[first : first + count]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that this rank holds: itself unless it is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_rows(param: torch.Tensor) -> tuple[int, int]:
-    """(first row, rows) of the part of `param` that this rank holds."""
-    if not isinstance(param, DTensor):
-        return 0, param.size(0)
-    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return (offset[0], shape[0]) if shape and shape[0] else (0, 0)
 
 
 class Optimizer:
@@ -104,43 +111,49 @@ class Optimizer:
     Weight decay is decoupled and spares norms and biases, that is, every parameter with less than two dimensions.
     """
 
-    def __init__(self, module: nn.Module, train: TrainSection) -> None:
+    def __init__(self, module: nn.Module, train: TrainSection, mesh: Mesh) -> None:
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         inner = ("blocks.", "mtp.")
         hidden = {n for n, p in named if train.optimizer == "muon" and n.startswith(inner) and p.ndim >= 2}
-        decayed = [p for n, p in named if n not in hidden and p.ndim >= 2]
-        spared = [p for n, p in named if n not in hidden and p.ndim < 2]
         self.params = dict(module.named_parameters())  # those without a gradient are state too
-        groups = [
-            {"params": decayed, "weight_decay": train.weight_decay},
-            {"params": spared, "weight_decay": 0.0},
-        ]
+        groups: dict[tuple[bool, object], list[nn.Parameter]] = {}  # a fused update is of one mesh's tensors
+        for name, p in named:
+            if name not in hidden:
+                mesh_of = p.device_mesh if isinstance(p, DTensor) else None
+                groups.setdefault((p.ndim >= 2, mesh_of), []).append(p)
         adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=train.lr, betas=train.betas, eps=train.eps, fused=True
+            [
+                {"params": params, "weight_decay": train.weight_decay if decayed else 0.0}
+                for (decayed, _), params in groups.items()
+            ],
+            lr=train.lr,
+            betas=train.betas,
+            eps=train.eps,
+            fused=True,
         )
         self._base_lr: list[tuple[torch.optim.Optimizer, float]] = [(adamw, train.lr)]
         self._kinds: dict[str, tuple[torch.optim.Optimizer, tuple[str, ...]]] = {
-            n: (adamw, ("exp_avg", "exp_avg_sq")) for n, _ in named if n not in hidden
+            n: (adamw, ADAMW_MOMENTS) for n, _ in named if n not in hidden
         }
         if hidden:
-            muon = self._muon(module, train, hidden)
+            muon = self._muon(module, train, hidden, mesh)
             self._base_lr.append((muon, train.muon_lr or MUON_LR))
-            self._kinds |= dict.fromkeys(hidden, (muon, ("momentum",)))
+            self._kinds |= dict.fromkeys(hidden, (muon, MUON_MOMENTS))
         for name, (optimizer, keys) in self._kinds.items():
             state = optimizer.state[self.params[name]]
             for key in keys:
                 state[key] = torch.zeros_like(self.params[name], memory_format=torch.preserve_format)
         self.set_steps(0)
 
-    def _muon(self, module: nn.Module, train: TrainSection, hidden: set[str]) -> Muon:
-        matrices: dict[nn.Parameter, list[tuple[int, int]]] = {}
-        piece: Piece
+    def _muon(self, module: nn.Module, train: TrainSection, hidden: set[str], mesh: Mesh) -> Muon:
+        matrices: dict[nn.Parameter, list[Piece]] = {}
         for piece in pieces(module):
             if piece.param in hidden:
-                matrices.setdefault(self.params[piece.param], []).append((piece.row, piece.rows))
+                matrices.setdefault(self.params[piece.param], []).append(piece)
         return Muon(
             [self.params[n] for n in sorted(hidden)],
             matrices,
+            partial(whole_block, mesh=mesh),
             lr=train.muon_lr or MUON_LR,
             momentum=train.muon_momentum if train.muon_momentum is not None else MUON_MOMENTUM,
             weight_decay=train.weight_decay,
@@ -149,7 +162,7 @@ class Optimizer:
     def set_steps(self, steps: int) -> None:
         """Tell AdamW's bias correction how many updates its moments have seen."""
         for name, (optimizer, keys) in self._kinds.items():
-            if "exp_avg" in keys:
+            if keys is ADAMW_MOMENTS:
                 optimizer.state[self.params[name]]["step"] = torch.tensor(float(steps))
 
     def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -160,9 +173,9 @@ class Optimizer:
                 found.setdefault(key, {})[name] = optimizer.state[self.params[name]][key]
         return found
 
-    def gradients(self) -> list[torch.Tensor]:
-        """The local gradients in parameter order; a parameter without one is left out."""
-        return [local(p.grad) for p in self.params.values() if p.grad is not None]
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by parameter, sharded like it; a parameter without one is left out."""
+        return {n: p.grad for n, p in self.params.items() if p.grad is not None}
 
     def step(self, factor: float) -> None:
         """One update with each base learning rate times `factor`; gradients are cleared after it."""

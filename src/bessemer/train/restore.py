@@ -57,9 +57,7 @@ def restore(parts: Assembly, run_folder: Path, data_fingerprint: str) -> Restore
         return Restored(0, None, choice["why"])
     with Checkpoint.open(Path(choice["path"])) as checkpoint:
         _check_meta(checkpoint.meta, job, data_fingerprint, choice["path"])
-        checkpoint.read_into(
-            state_slices(parts.module, parts.optimizer), expected=state_names(parts.module, parts.optimizer)
-        )
+        checkpoint.read_into(state_slices(parts.module, parts.optimizer), expected=state_names(parts.spec, job.train))
     parts.optimizer.set_steps(checkpoint.step)
     return Restored(checkpoint.step, choice["path"], choice["why"])
 

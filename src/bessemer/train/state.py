@@ -1,8 +1,8 @@
 """The run's state as canonical slices: what the checkpoint room saves and fills.
 
-A parameter may pack several logical tensors and may be sharded by rows; each rank turns the rows it holds into
-slices of the logical tensors (`models/canonical.py`). Replicas hold the same rows, so each slice has one owner
-among them and all ranks write in parallel.
+A parameter may pack several logical tensors, may be a share of them and may be sharded by rows; each rank turns what
+it holds into slices of the logical tensors (`models/canonical.py`). Ranks that hold the same slice agree on one of
+them that writes it, so that all write in parallel.
 """
 
 from __future__ import annotations
@@ -12,57 +12,61 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from bessemer.core.job import TrainSection
+from bessemer.core.model import ModelSpec
 from bessemer.keep.slices import Slice
-from bessemer.models.canonical import pieces
+from bessemer.models.canonical import held, shapes
+from bessemer.parallel.copies import Copies, copies_of
 from bessemer.parallel.mesh import Mesh
-from bessemer.train.optim import Optimizer, local, local_rows
+from bessemer.train.optim import Optimizer, moments
 
-__all__ = ["OPTIMIZER_PREFIX", "owned", "slices_of", "state_names", "state_slices"]
+__all__ = ["OPTIMIZER_PREFIX", "owned_slices", "slices_of", "state_names", "state_slices"]
 
 OPTIMIZER_PREFIX = "optim."
 
 
 def state_slices(module: nn.Module, optimizer: Optimizer | None) -> list[Slice]:
     """Every slice of parameters and optimizer state that this rank holds; the tensors are views, not copies."""
+    return [s for prefix, named in _named(module, optimizer).items() for s in slices_of(module, named, prefix)]
+
+
+def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Mapping[str, torch.Tensor]]:
+    """By prefix the tensors of each parameter's shape."""
     # the optimizer's parameters are the sharded ones, whatever a forward pass has left gathered in the module
-    slices = slices_of(module, dict(module.named_parameters()) if optimizer is None else optimizer.params)
-    for kind, named in optimizer.state_tensors().items() if optimizer is not None else ():
-        slices += slices_of(module, named, f"{OPTIMIZER_PREFIX}{kind}/")
-    return slices
+    named: dict[str, Mapping[str, torch.Tensor]] = {
+        "": dict(module.named_parameters()) if optimizer is None else optimizer.params
+    }
+    for kind, tensors in optimizer.state_tensors().items() if optimizer is not None else ():
+        named[f"{OPTIMIZER_PREFIX}{kind}/"] = tensors
+    return named
 
 
-def state_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The canonical names of the whole state over all ranks, however little of it this rank holds."""
-    names = {"": set(dict(module.named_parameters()))}
-    names |= {f"{OPTIMIZER_PREFIX}{kind}/": set(named) for kind, named in optimizer.state_tensors().items()}
-    known = pieces(module)
-    return [prefix + piece.name for prefix, params in names.items() for piece in known if piece.param in params]
+def state_names(spec: ModelSpec, train: TrainSection) -> list[str]:
+    """The canonical names of the whole state over all ranks, however little of it one rank holds."""
+    names = list(shapes(spec))
+    kinds = {name: moments(name, len(shape), train) for name, shape in shapes(spec).items()}
+    return names + [f"{OPTIMIZER_PREFIX}{kind}/{name}" for name in names for kind in kinds[name]]
 
 
 def slices_of(module: nn.Module, named: Mapping[str, torch.Tensor], prefix: str = "") -> list[Slice]:
     """`named` tensors, each of the shape and sharding of the parameter of that name, as canonical slices."""
-    slices: list[Slice] = []
-    for piece in pieces(module):
-        tensor = named.get(piece.param)
-        if tensor is None:
-            continue
-        first, count = local_rows(tensor)
-        start, stop = max(first, piece.row), min(first + count, piece.row + piece.rows)
-        if start >= stop:
-            continue
-        offset = (start - piece.row, *(0 for _ in piece.shape[1:]))
-        rows = local(tensor).detach()[start - first : stop - first]
-        slices.append(Slice(prefix + piece.name, tuple(piece.shape), offset, rows))
-    return slices
+    return [Slice(prefix + h.piece.name, h.piece.shape, h.offset, h.tensor) for h in held(module, named)]
 
 
-def owned(slices: list[Slice], mesh: Mesh) -> list[Slice]:
-    """The slices that this rank writes: replicas share them out by size, largest first, the same way on each."""
-    loads = [0] * mesh.replicas
-    owner: dict[int, int] = {}
-    by_size = sorted(range(len(slices)), key=lambda i: (-slices[i].tensor.nbytes, slices[i].name))
-    for i in by_size:
-        least = loads.index(min(loads))
-        owner[i] = least
-        loads[least] += slices[i].tensor.nbytes
-    return [s for i, s in enumerate(slices) if owner[i] == mesh.replica_index]
+def owned_slices(module: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Slice]:
+    """The slices that this rank writes. Ranks with copies of the same slices share them out by size, largest first,
+    each in the same way."""
+    alike: dict[Copies, list[Slice]] = {}
+    for prefix, named in _named(module, optimizer).items():
+        for h in held(module, named):
+            made = Slice(prefix + h.piece.name, h.piece.shape, h.offset, h.tensor)
+            alike.setdefault(copies_of(h.piece, named[h.piece.param], mesh), []).append(made)
+    mine: list[Slice] = []
+    for copies, slices in alike.items():
+        loads = [0] * copies.count
+        for s in sorted(slices, key=lambda s: (-s.tensor.nbytes, s.name)):
+            least = loads.index(min(loads))
+            loads[least] += s.tensor.nbytes
+            if least == copies.place:
+                mine.append(s)
+    return mine

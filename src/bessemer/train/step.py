@@ -11,30 +11,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from bessemer.core.job import Job
+from bessemer.core.model import ModelSpec
 from bessemer.data.cursor import deal, units_of_step
-from bessemer.models.moe import expert_load, routers
+from bessemer.models.canonical import local
+from bessemer.models.moe import moe_layers
+from bessemer.parallel.copies import squared_norm, sum_partial_gradients
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
-from bessemer.runtime.phases import Phases
 from bessemer.train.balance import imbalance, move_selection_biases
 from bessemer.train.optim import Optimizer
+from bessemer.train.passes import Batch, Contribution, Passes
 from bessemer.train.schedule import lr_factor
 
-__all__ = ["Contribution", "Experts", "Step", "StepResult", "rank_micro_batches"]
+__all__ = ["Experts", "Step", "StepResult", "rank_micro_batches"]
 
-Batch = dict[str, torch.Tensor]
 PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
 
 
 def rank_micro_batches(job: Job, step: int, replica: int, shard_index: int) -> list[list[int]]:
-    """The sample ids of each micro-batch that the rank (replica, shard_index) runs in step `step`, in order."""
+    """The sample ids of each micro-batch that the ranks at (replica, shard_index) run in step `step`, in order."""
     units = units_of_step(job, step)
     part, micro = job.unit // job.shard, job.train.micro_batch
     batches = []
@@ -42,24 +43,6 @@ def rank_micro_batches(job: Job, step: int, replica: int, shard_index: int) -> l
         ids = list(units[index])[shard_index * part : (shard_index + 1) * part]
         batches += [ids[i : i + micro] for i in range(0, part, micro)]
     return batches
-
-
-@dataclass
-class Contribution:
-    """What a rank's units give to a step beside the gradients, which stay in `.grad`. All of it is summed."""
-
-    loss_sum: torch.Tensor | float = 0.0
-    weight_sum: torch.Tensor | float = 0.0
-    expert_load: torch.Tensor | None = None  # float64 [MoE layers, experts]: how often each was chosen
-    batches: list[Batch] = field(default_factory=list)  # for naming the first bad tensor
-
-    def add(self, loss_sum: torch.Tensor, weight_sum: torch.Tensor, expert_load: torch.Tensor | None = None) -> None:
-        """Take in one micro-batch; the sums are kept in float64 so that their order can't show in the loss."""
-        self.loss_sum = self.loss_sum + loss_sum.detach().double()
-        self.weight_sum = self.weight_sum + weight_sum.detach().double()
-        if expert_load is not None:
-            load = expert_load.double()
-            self.expert_load = load if self.expert_load is None else self.expert_load + load
 
 
 @dataclass(frozen=True)
@@ -98,16 +81,18 @@ class Step:
     def __init__(
         self,
         job: Job,
+        spec: ModelSpec,
         mesh: Mesh,
         parallel: DataParallel,
         optimizer: Optimizer,
-        on_bad: Callable[[int, Contribution], None],
+        on_bad: Callable[[Passes, int, Contribution], None],
     ) -> None:
         self.job = job
         self.mesh = mesh
         self.parallel = parallel
         self.optimizer = optimizer
-        self.phases = Phases()
+        self.passes = Passes(job, spec, mesh, parallel)
+        self._spec = spec
         self._on_bad = on_bad
 
     def run(self, step: int, batches: Iterator[Batch], count: int, *, stop: bool = False) -> StepResult:
@@ -116,47 +101,43 @@ class Step:
         Every rank must call this with its own share; `stop` asks all ranks to stop after this step.
         """
         start = time.perf_counter()
-        mine = Contribution()
-        for index in range(count):
-            self._micro_batch(mine, batches, last=index == count - 1)
-        with self.phases("comm_s"):
+        mine = self.passes.run(batches, count)
+        with self.passes.phases("comm_s"):
             self.parallel.finish()
         return self._commit(step, mine, start, stop)
 
-    def _micro_batch(self, mine: Contribution, batches: Iterator[Batch], *, last: bool) -> None:
-        with self.phases("data_s"):
-            batch = next(batches)
-        with self.phases("forward_s"):
-            self.parallel.before_backward(last=last)
-            loss_sum, weight_sum = self.parallel.module(**batch)
-            mine.add(loss_sum, weight_sum, expert_load(self.parallel.module))
-            mine.batches.append(batch)
-        with self.phases("backward_s"):
-            loss_sum.backward()
+    def _sums(self, mine: Contribution, stop: bool) -> tuple[float, float, bool, torch.Tensor | None]:
+        """Over all ranks: loss, weight, whether anybody asks to stop, and how often each expert was chosen."""
+        own = [float(mine.loss_sum), float(mine.weight_sum)] if self.mesh.counts_loss else [0.0, 0.0]
+        sums = torch.tensor([*own, float(stop)], dtype=torch.float64, device=self.mesh.device)
+        layers, moe = len(moe_layers(self._spec)), self._spec.moe
+        load: torch.Tensor | None = None
+        if moe is not None and layers:
+            load = sums.new_zeros(layers, moe.num_experts) if mine.expert_load is None else mine.expert_load
+            sums = torch.cat((sums, load.flatten()))
+        sums = self.mesh.sum_over_world(sums)
+        loss_sum, weight, stops = sums[:3].tolist()
+        return loss_sum, weight, stops > 0, None if load is None else sums[3:].view_as(load)
 
     def _commit(self, step: int, mine: Contribution, start: float, stop: bool) -> StepResult:
-        own = [float(mine.loss_sum), float(mine.weight_sum), float(stop)]
-        load = mine.expert_load
-        with self.phases("comm_s"):
-            sums = torch.tensor(own, dtype=torch.float64, device=self.mesh.device)
-            if load is not None:
-                sums = torch.cat((sums, load.flatten()))
-            sums = self.mesh.sum_over_world(sums)
-            loss_sum, weight, stops = sums[:3].tolist()
-            load = None if load is None else sums[3:].view_as(load)
-        with self.phases("optimizer_s"):
+        module, phases_of = self.parallel.module, self.passes.phases
+        with phases_of("comm_s"):
+            loss_sum, weight, stop, load = self._sums(mine, stop)
             gradients = self.optimizer.gradients()
-            raw_norm = self._global_norm(gradients)
+            sum_partial_gradients(module, gradients, self.mesh)
+        with phases_of("optimizer_s"):
+            raw_norm = float(squared_norm(module, gradients, self.mesh).sqrt())
             if not (weight > 0 and math.isfinite(loss_sum) and math.isfinite(raw_norm)):
-                self._on_bad(step, mine)
+                self._on_bad(self.passes, step, mine)
             norm = raw_norm / weight
             clip = self.job.train.clip
             shrink = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-            torch._foreach_mul_(gradients, shrink / weight)  # the one place where gradients are scaled
+            scaled = [local(g) for g in gradients.values()]
+            torch._foreach_mul_(scaled, shrink / weight)  # the one place where gradients are scaled
             factor = lr_factor(self.job.train, step)
             self.optimizer.step(factor)
             if load is not None:
-                move_selection_biases(self.parallel.module, load)
+                move_selection_biases(module, load)
         phases, longest_wait_s = self._phases_of_all()
         step_s = time.perf_counter() - start
         phases["other_s"] = max(0.0, step_s - sum(phases.values()))
@@ -172,30 +153,22 @@ class Step:
             step_s=step_s,
             phases=phases,
             longest_wait_s=longest_wait_s,
-            stop=stops > 0,
+            stop=stop,
             experts=None if load is None else self._experts(step, load),
         )
 
     def _experts(self, step: int, load: torch.Tensor) -> Experts:
         tokens = self.job.global_batch_at(step) * self.job.data.seq_len
-        chosen = sum(tokens * router.moe.top_k for router in routers(self.parallel.module))
+        assert self._spec.moe is not None
+        chosen = tokens * self._spec.moe.top_k * len(load)
         return Experts(imbalance(load), chosen - round(float(load.sum())))
 
     def _phases_of_all(self) -> tuple[dict[str, float], float]:
         """(seconds of each phase, mean over ranks; the longest that any rank waited for others)."""
-        taken = self.phases.take()
+        taken = self.passes.phases.take()
         own = [taken.get(name, 0.0) for name in PHASES]
         seconds = torch.tensor([own, own], dtype=torch.float64, device=self.mesh.device)
         self.mesh.sum_over_world(seconds[0])
         self.mesh.max_over_world(seconds[1])
         mean = {k: float(v) / self.mesh.world_size for k, v in zip(PHASES, seconds[0], strict=True)}
         return mean, float(seconds[1][PHASES.index("comm_s")])
-
-    def _global_norm(self, gradients: Sequence[torch.Tensor]) -> float:
-        """The 2-norm over all parameters and shards: squares summed in float64, so no grouping shows."""
-        if not gradients:
-            return 0.0
-        squares = torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
-        if self.mesh.shard_group is not None:
-            dist.all_reduce(squares, group=self.mesh.shard_group)
-        return float(squares.sqrt())

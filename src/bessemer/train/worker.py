@@ -60,7 +60,8 @@ def run_rank(job: Job, member: Member) -> None:
     member.phase(0, "connecting the ranks")
     if job.layout.world_size > 1:
         dist.init_process_group(device.backend, rank=member.rank, world_size=member.world_size, **rendezvous(member))
-    mesh = build_mesh(job, member.rank, device.torch_device)
+    spec = resolve_model(job.model)
+    mesh = build_mesh(job, member.rank, device.torch_device, spec)
     _same_folder(member, mesh)
     member.phase(0, "opening the data")
     prepared = prepare(job)
@@ -69,7 +70,7 @@ def run_rank(job: Job, member: Member) -> None:
         keep_tokenizer(member.run_folder, prepared.tokenizer_json)
     _note_machine(job, machine, mesh, member)
     member.phase(0, "building the model")
-    parts = assemble(job, resolve_model(job.model), mesh)
+    parts = assemble(job, spec, mesh)
     with VaultClient(
         member.vault, rank=member.rank, world_size=member.world_size, local_world_size=member.local_world_size
     ) as saver:
