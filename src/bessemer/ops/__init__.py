@@ -3,6 +3,7 @@
 from bessemer.ops.activation import gelu, swiglu
 from bessemer.ops.attention import Heads, attend, attend_masked, first_keys, split_heads
 from bessemer.ops.cross_entropy import cross_entropy_rows, linear_cross_entropy
+from bessemer.ops.deferred import WeightQueue, WeightWork, put_off_weight_gradients
 from bessemer.ops.grouped import grouped_linear
 from bessemer.ops.linear import linear
 from bessemer.ops.native import fallback_reason, why_absent
@@ -11,6 +12,8 @@ from bessemer.ops.registry import paths, use
 
 __all__ = [
     "Heads",
+    "WeightQueue",
+    "WeightWork",
     "add_norm",
     "attend",
     "attend_masked",
@@ -22,6 +25,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "paths",
+    "put_off_weight_gradients",
     "split_heads",
     "swiglu",
     "use",

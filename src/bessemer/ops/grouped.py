@@ -5,12 +5,14 @@ Legend: T rows, X experts, I inputs, O outputs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bessemer.ops.deferred import weight_gradient
 from bessemer.ops.linear import product
 
 __all__ = ["grouped_linear"]
@@ -22,6 +24,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_XOI: Tensor, counts_X: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI, weight_XOI, counts_X)
+        ctx.leaf = weight_XOI
         return _rows(x_TI, weight_XOI.to(x_TI.dtype).transpose(1, 2), counts_X)
 
     @staticmethod
@@ -33,7 +36,7 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _rows(grad_TO, weight_XOI.to(grad_TO.dtype), counts_X)
         if ctx.needs_input_grad[1]:
-            dw = _outer(grad_TO, x_TI, counts_X).to(weight_XOI.dtype)
+            dw = weight_gradient(ctx.leaf, partial(_outer, grad_TO, x_TI, counts_X, weight_XOI.dtype))
         return dx, dw, None
 
 
@@ -72,17 +75,17 @@ def _rows(a_TI: Tensor, b_XIO: Tensor, counts_X: Tensor) -> Tensor:
     return out
 
 
-def _outer(a_TO: Tensor, b_TI: Tensor, counts_X: Tensor) -> Tensor:
-    """For each expert the product a^T b of its rows -> [X, O, I]."""
+def _outer(a_TO: Tensor, b_TI: Tensor, counts_X: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each expert the product a^T b of its rows -> [X, O, I] in `dtype`."""
     shape = (counts_X.shape[0], a_TO.shape[1], b_TI.shape[1])
     if a_TO.device.type == "meta":
-        return a_TO.new_empty(shape)
+        return a_TO.new_empty(shape, dtype=dtype)
     if _grouped_mm_works(a_TO) and b_TI.shape[1] % 8 == 0:
-        return F.grouped_mm(a_TO.t(), b_TI, offs=_ends(counts_X))
+        return F.grouped_mm(a_TO.t(), b_TI, offs=_ends(counts_X)).to(dtype)
     out = a_TO.new_zeros(shape)
     at = 0
     for expert, count in enumerate(counts_X.tolist()):
         if count:
             torch.mm(a_TO[at : at + count].t(), b_TI[at : at + count], out=out[expert])
         at += count
-    return out
+    return out.to(dtype)

@@ -5,12 +5,14 @@ Legend: T tokens (any leading shape), I inputs, O outputs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bessemer.ops.deferred import putting_off, weight_gradient
 from bessemer.ops.registry import native_fits
 from bessemer.runtime.kernels import native_kernel
 
@@ -26,7 +28,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.leaves = weight, bias
         low = weight.to(x.dtype)
         if x.dtype != torch.float32:
             return F.linear(x, low, None if bias is None else bias.to(x.dtype))
@@ -41,11 +43,20 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = product(rows, weight.to(grad.dtype)).view(x.shape)
+        weight_leaf, bias_leaf = ctx.leaves
         if ctx.needs_input_grad[1]:
-            dw = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            db = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            dw = weight_gradient(weight_leaf, partial(_outer, grad, x, weight.dtype))
+        if ctx.needs_input_grad[2]:
+            db = weight_gradient(bias_leaf, partial(_sum, grad, bias_leaf.dtype))
         return dx, dw, db
+
+
+def _outer(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return (grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(dtype)
+
+
+def _sum(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
 
 
 def product(a_TI: Tensor, b_IO: Tensor, out: Tensor | None = None) -> Tensor:
@@ -63,6 +74,7 @@ def product(a_TI: Tensor, b_IO: Tensor, out: Tensor | None = None) -> Tensor:
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x W^T + b with the product in `dtype`; gradients come back in the types of the arguments."""
     x_TI = x_TI.to(dtype)
-    if weight_OI.dtype == dtype and not (dtype == torch.float32 and native_fits(x_TI, weight_OI)):
+    own = putting_off() or (dtype == torch.float32 and native_fits(x_TI, weight_OI))
+    if weight_OI.dtype == dtype and not own:
         return F.linear(x_TI, weight_OI, None if bias_O is None else bias_O.to(dtype))
     return _Linear.apply(x_TI, weight_OI, bias_O)
