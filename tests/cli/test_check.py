@@ -23,14 +23,11 @@ EXPECTED: dict[str, set[tuple[str, str]]] = {
     "choice": {("unknown-choice", "train.optimizer")},
     "context": {
         ("cp-sequence", "layout.cp"),
-        ("not-runnable", "layout.cp"),
-        ("not-runnable", "layout.schedule"),
         ("ignored-setting", "layout.schedule"),
     },
     "corpus": {("paths-empty", "data.paths")},
     "experts": {
         ("ep-experts", "layout.ep"),
-        ("not-runnable", "layout.ep"),
     },
     "family": {("model-family", "model.family")},
     "five": {
@@ -41,7 +38,7 @@ EXPECTED: dict[str, set[tuple[str, str]]] = {
         ("ignored-setting", "layout.dp_shard"),
     },
     "gpus": {("gpus", "machine.gpus"), ("gpus-per-node", "machine.gpus_per_node")},
-    "heads": {("tp-heads", "layout.tp"), ("not-runnable", "layout.tp")},
+    "heads": {("tp-heads", "layout.tp")},
     "idle_replicas": {("batch-units", "train.global_batch")},
     "ignored": {
         ("ignored-setting", "layout.cp_kind"),
@@ -49,18 +46,18 @@ EXPECTED: dict[str, set[tuple[str, str]]] = {
         ("ignored-setting", "train.muon_lr"),
         ("ignored-setting", "keep.spares"),
     },
-    "kv_heads": {("tp-kv-heads", "layout.tp"), ("not-runnable", "layout.tp")},
+    "kv_heads": {("tp-kv-heads", "layout.tp")},
     "layers": {
         ("pp-layers", "layout.pp"),
-        ("not-runnable", "layout.pp"),
-        ("not-runnable", "layout.virtual_stages"),
+        ("schedule-shape", "layout.schedule"),
     },
     "machine": {("machine-unknown", "machine.name")},
     "memory": {("memory", "machine.name")},
+    "micro_batches": {("schedule-shape", "layout.schedule")},
     "misplaced_key": {("misplaced-key", "steps"), ("misplaced-key", "train.seq_len")},
     "mode": {("not-runnable", "keep.mode")},
     "model_key": {("model-key", "model.hiden_size")},
-    "no_experts": {("ep-no-experts", "layout.ep"), ("not-runnable", "layout.ep")},
+    "no_experts": {("ep-no-experts", "layout.ep")},
     "out_of_range": {("out-of-range", "train.clip"), ("out-of-range", "train.lr"), ("out-of-range", "layout.dp")},
     "positions": {("seq-positions", "data.seq_len")},
     "preset": {("model-preset", "model.preset")},
@@ -73,15 +70,14 @@ EXPECTED: dict[str, set[tuple[str, str]]] = {
     "replicas": {("replicas", "keep.replicas")},
     "resume": {("resume-missing", "run.resume")},
     "schedule": {("warmup-steps", "train.warmup_steps"), ("eval-every", "train.eval_every")},
-    "sequence_parallel": {("sp-sequence", "layout.sequence_parallel"), ("not-runnable", "layout.tp")},
-    "stage_count": {("stage-count", "layout.stage_layers"), ("not-runnable", "layout.pp")},
-    "stage_layers": {("stage-sum", "layout.stage_layers"), ("not-runnable", "layout.pp")},
+    "sequence_parallel": {("sp-sequence", "layout.sequence_parallel")},
+    "stage_count": {("stage-count", "layout.stage_layers")},
+    "stage_layers": {("stage-sum", "layout.stage_layers")},
     "syntax": {("toml-syntax", f"{BROKEN / 'syntax.toml'}:3:13")},
     "tokenizer": {("tokenizer-vocab", "data.tokenizer")},
     "unit": {("unit-split", "keep.unit")},
     "unknown_key": {("unknown-key", "train.warmup_step")},
     "unknown_table": {("unknown-table", "trian")},
-    "vocabulary": {("tp-vocab", "layout.tp"), ("not-runnable", "layout.tp")},
     "wrong_type": {("wrong-type", "train.steps"), ("wrong-type", "train.global_batch"), ("wrong-type", "data.paths")},
 }
 
@@ -151,7 +147,7 @@ def test_all_rooms_are_asked_even_where_the_model_and_the_machine_are_unknown(tm
     text = '[model]\npreset = "gpt-9"\n[machine]\nname = "h9000"\n[train]\nglobal_batch = 15\n[layout]\nep = 2\n'
     path.write_text(text, encoding="utf-8")
     assert {p.code for p in api.check(str(path)).problems} == {
-        "model-preset", "machine-unknown", "batch-split", "not-runnable",
+        "model-preset", "machine-unknown", "batch-split",
     }  # fmt: skip
 
 

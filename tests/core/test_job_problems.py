@@ -37,7 +37,7 @@ def _found(job: str, sets: tuple[str, ...]) -> dict[tuple[str, str], Problem]:
         (("layout.tp=3", *DEEPSEEK), "tp-heads", "layout.tp", "16 attention heads"),
         (("layout.tp=5", *DEEPSEEK), "tp-ffn", "layout.tp", "shared_ffn_size"),
         (("layout.cp=3", "layout.cp_kind=ulysses", "data.seq_len=255"), "cp-heads", "layout.cp", "8 attention heads"),
-        (("layout.cp=3", "layout.cp_kind=ulysses"), "cp-sequence", "layout.cp", "3 equal pieces"),
+        (("layout.cp=3", "layout.cp_kind=ulysses"), "cp-sequence", "layout.cp", "6 equal pieces"),
         (("layout.cp=2", "data.seq_len=254"), "cp-sequence", "layout.cp", "4 equal pieces"),
         (("layout.pp=2", "layout.stage_layers=[2, 2]"), "stage-sum", "layout.stage_layers", "adds up to 4"),
         (("layout.pp=7",), "pp-layers", "layout.pp", "7 stages"),

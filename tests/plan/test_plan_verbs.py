@@ -93,7 +93,7 @@ def test_a_layout_that_cannot_be_trained_is_written_only_where_asked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job = tmp_path / "job.toml"
-    wide = ("search", *SMALL, "--fix", "tp=2", "--write", str(job))
+    wide = ("search", *SMALL, "--fix", "pp=2", "--fix", "schedule=dualpipe", "--write", str(job))
     code, _, err = run(capsys, *wide)
     assert code == 2 and "plan-not-runnable" in err and not job.exists()
     code, text, _ = run(capsys, *wide, "--modelled")

@@ -16,7 +16,16 @@ from typing import Literal, NamedTuple
 from bessemer.core.errors import ConfigError
 from bessemer.core.problem import Problem, nearest, one_of
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "rank_of_stage", "schedule", "schedule_actions", "stages_of_rank"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Schedule",
+    "check_shape",
+    "rank_of_stage",
+    "schedule",
+    "schedule_actions",
+    "stages_of_rank",
+]
 
 Kind = Literal["F", "B", "I", "W", "send_F", "recv_F", "send_B", "recv_B"]
 
@@ -96,7 +105,7 @@ def schedule_actions(name: str, pp: int, num_micro: int, virtual_stages: int = 1
     DualPipe an even pp and an even number of at least 2 pp micro-batches, DualPipeV at least 2 pp.
     """
     kind = schedule(name)
-    _check(kind, pp, num_micro, virtual_stages)
+    check_shape(name, pp, num_micro, virtual_stages)
     if name == "gpipe":
         order: list[Kind] = ["F", "B"]
         ranks = [[Action(k, r, m) for k in order for m in range(num_micro)] for r in range(pp)]
@@ -119,8 +128,9 @@ def _refusal(code: str, what: str, fix: str) -> ConfigError:
     return ConfigError([Problem(code=code, where="layout.schedule", what=what, why=why, fix=fix)])
 
 
-def _check(kind: Schedule, pp: int, num_micro: int, virtual_stages: int) -> None:
-    name, given = kind.name, f"{num_micro} micro-batches on {pp} ranks"
+def check_shape(name: str, pp: int, num_micro: int, virtual_stages: int) -> None:
+    """ConfigError where the schedule can't be built, as `schedule_actions` raises it."""
+    kind, given = schedule(name), f"{num_micro} micro-batches on {pp} ranks"
     if kind.chunks is not None and virtual_stages not in (1, kind.chunks):
         raise _refusal("schedule-shape", f"{name} with {virtual_stages} virtual stages", "layout.virtual_stages = 1")
     if virtual_stages > 1 and kind.chunks is None and num_micro % pp:

@@ -25,10 +25,13 @@ def _problem(code: str, where: str, what: str, *, why: str, fix: str) -> Problem
 
 def _replicas(job: Job) -> Iterator[Problem]:
     dp, dp_shard, replicas = job.layout.dp, job.layout.dp_shard, job.replicas
-    if dp_shard == "none" and replicas != dp:
+    span = job.layout.expert_span
+    if dp_shard == "none" and replicas != dp // span:
         what = f"replicas = {replicas} with dp = {dp} and nothing sharded"
         why = 'with layout.dp_shard = "none" each data-parallel rank is a whole copy of the model'
-        fix = f"delete keep.replicas (it is {dp}), or layout.dp = {replicas}"
+        if span > 1:
+            why = f"{span} data-parallel ranks share the experts, and so are one copy of the model"
+        fix = f"delete keep.replicas (it is {dp // span}), or layout.dp = {replicas * span}"
         if dp % replicas == 0:
             fix += ', or layout.dp_shard = "full"'
         yield _problem("replicas", "keep.replicas", what, why=why, fix=fix)
@@ -36,7 +39,7 @@ def _replicas(job: Job) -> Iterator[Problem]:
         what = f"replicas = {replicas} does not divide dp = {dp}"
         why = "dp = replicas x the ranks that one copy is sharded over"
         yield _problem("replicas", "keep.replicas", what, why=why, fix=one_of("keep.replicas", divisors_near(dp)))
-    elif dp_shard != "none" and job.shard == 1:
+    elif dp_shard != "none" and job.shard * job.layout.cp == 1:
         what = f'dp_shard = "{dp_shard}" has nothing to share out: dp {dp} / replicas {replicas} leaves one rank a copy'
         fix = 'layout.dp_shard = "none"' + (", or fewer keep.replicas" if replicas > 1 else ", or layout.dp = 2")
         yield _problem("ignored-setting", "layout.dp_shard", what, why="state is sharded inside a copy", fix=fix)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from bessemer.core.errors import ConfigError
 from bessemer.core.job import Job
 from bessemer.core.layout import RUNNABLE, Layout
 from bessemer.core.machine import Machine
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, nearest, one_of
-from bessemer.core.schedules import SCHEDULES
+from bessemer.core.schedules import SCHEDULES, check_shape
+from bessemer.core.stages import num_stages
 
 __all__ = ["problems"]
 
@@ -21,9 +23,9 @@ def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[
     """All contradictions of the layout; those with the model only where `spec` could be read."""
     del machine
     layout = job.layout
-    found = [*_ignored(layout), *_sequence(job), *_schedule(layout), *_not_runnable(layout)]
+    found = [*_ignored(layout), *_sequence(job, spec), *_schedule(job), *_not_runnable(layout)]
     if spec is not None:
-        found += [*_tensor(layout, spec), *_pipeline(layout, spec), *_ulysses(layout, spec), *_experts(layout, spec)]
+        found += [*_tensor(layout, spec), *_pipeline(layout, spec), *_ulysses(layout, spec), *_experts(job, spec)]
     return found
 
 
@@ -73,8 +75,11 @@ def _not_runnable(layout: Layout) -> Iterator[Problem]:
         yield _problem("not-runnable", name, what, why=why, fix=fix)
 
 
-def _schedule(layout: Layout) -> Iterator[Problem]:
+def _schedule(job: Job) -> Iterator[Problem]:
+    layout = job.layout
     if layout.schedule in SCHEDULES:
+        if layout.pp > 1 and layout.dp % job.replicas == 0 and job.micro_batches > 0:
+            yield from _micro_batches(job)
         return
     near = nearest(layout.schedule, SCHEDULES, count=1)
     fix = f'layout.schedule = "{near[0]}"' if near else one_of("layout.schedule", [f'"{s}"' for s in SCHEDULES])
@@ -82,21 +87,50 @@ def _schedule(layout: Layout) -> Iterator[Problem]:
     yield _problem("schedule-unknown", "schedule", f'schedule = "{layout.schedule}" is not known', why=why, fix=fix)
 
 
-def _sequence(job: Job) -> Iterator[Problem]:
+def _micro_batches(job: Job) -> Iterator[Problem]:
+    """What the schedule makes of the micro-batches of a unit, with which it fills and empties the pipeline."""
+    layout, given = job.layout, job.micro_batches
+    wrong = _refusal(layout, given)
+    if wrong is None:
+        return
+    fits = [n for n in range(1, 8 * layout.pp + 1) if _refusal(layout, n) is None]
+    fix, replicas, each = wrong.fix, job.replicas, job.train.micro_batch * job.shard
+    if fits and job.keep.unit is None:
+        near = sorted(sorted(fits, key=lambda n: (abs(n - given), n))[:2])
+        fix = one_of("train.global_batch", [n * each * replicas for n in near])
+    why = f"a unit of {job.unit} samples is {given} micro-batches; {wrong.why}"
+    yield _problem("schedule-shape", "schedule", wrong.what, why=why, fix=fix)
+
+
+def _refusal(layout: Layout, num_micro: int) -> Problem | None:
+    try:
+        check_shape(layout.schedule, layout.pp, num_micro, layout.virtual_stages)
+    except ConfigError as error:
+        return error.problems[0]
+    return None
+
+
+def _sequence(job: Job, spec: ModelSpec | None) -> Iterator[Problem]:
     layout, seq_len = job.layout, job.data.seq_len
-    chunks = layout.cp if layout.cp_kind == "ulysses" else 2 * layout.cp
+    chunks = 2 * layout.cp
     if layout.cp > 1 and seq_len % chunks:
-        near = _multiples_near(seq_len, chunks)
-        halves = "" if layout.cp_kind == "ulysses" else " x 2 (each rank takes an early and a late piece)"
         what = f"cp = {layout.cp} cannot cut a sequence of {seq_len} tokens into {chunks} equal pieces"
-        why = f"pieces: cp = {layout.cp}{halves}"
-        yield _problem("cp-sequence", "cp", what, why=why, fix=one_of("data.seq_len", near))
+        why = f"pieces: cp = {layout.cp} x 2 (each rank takes an early and a late piece)"
+        yield _problem("cp-sequence", "cp", what, why=why, fix=one_of("data.seq_len", _multiples_near(seq_len, chunks)))
     ranks = layout.cp * layout.tp
-    if layout.sequence_parallel and layout.tp > 1 and seq_len % ranks:
+    divides = layout.sequence_parallel or (spec is not None and spec.moe is not None)
+    if divides and layout.tp > 1 and seq_len % ranks:
+        where = "sequence_parallel" if layout.sequence_parallel else "tp"
         what = f"{seq_len} tokens are not a multiple of cp {layout.cp} x tp {layout.tp} = {ranks}"
         why = "sequence parallelism gives each tensor-parallel rank an equal piece of the sequence"
-        fix = one_of("data.seq_len", _multiples_near(seq_len, ranks)) + ", or layout.sequence_parallel = false"
-        yield _problem("sp-sequence", "sequence_parallel", what, why=why, fix=fix)
+        fix = one_of("data.seq_len", _multiples_near(seq_len, ranks))
+        if where == "tp":
+            why = "each tensor-parallel rank routes an equal piece of the sequence to the experts"
+            fits = _degrees(lambda d: seq_len % (layout.cp * d) == 0, layout.tp)
+            fix = f"{one_of('layout.tp', fits)}, or {fix}"
+        elif spec is None or spec.moe is None:
+            fix += ", or layout.sequence_parallel = false"
+        yield _problem("sp-sequence", where, what, why=why, fix=fix)
 
 
 def _multiples_near(number: int, unit: int) -> list[int]:
@@ -117,14 +151,6 @@ def _tensor(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
     if spec.mla is None and kv % tp and tp % kv:
         why = "a rank needs whole heads, or a head whole ranks"
         yield _problem("tp-kv-heads", "tp", f"tp = {tp} cannot share {kv} key/value heads", why=why, fix=fix)
-    if spec.vocab_size % tp:
-        padded = -(-spec.vocab_size // tp) * tp
-        fits = _degrees(lambda d: spec.vocab_size % d == 0 and heads_fit(d), tp)
-        what = f"tp = {tp} cannot share a vocabulary of {spec.vocab_size} in equal parts"
-        rows = padded - spec.vocab_size
-        why = f"padding it would add {rows} row{'s' if rows > 1 else ''} that no token uses; that is your decision"
-        fix = f"model.vocab_size = {padded}, or {one_of('layout.tp', fits)}"
-        yield _problem("tp-vocab", "tp", what, why=why, fix=fix)
     widths = [("ffn_size", spec.ffn_size)]
     if spec.moe is not None and spec.moe.shared_ffn_size:
         widths.append(("shared_ffn_size", spec.moe.shared_ffn_size))
@@ -139,12 +165,15 @@ def _tensor(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
 def _pipeline(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
     if layout.pp == 1:
         return
-    stages, layers = layout.pp * layout.virtual_stages, spec.num_layers
-    product = f"pp {layout.pp}" + (f" x virtual_stages {layout.virtual_stages}" if layout.virtual_stages > 1 else "")
+    if layout.schedule not in SCHEDULES:
+        return
+    stages, layers = num_stages(layout), spec.num_layers
+    each = stages // layout.pp
+    product = f"pp {layout.pp}" + (f" x {each} stages a rank" if each > 1 else "")
     if layers < stages:
         what = f"{layers} layers cannot fill {stages} stages ({product})"
         why = "a stage holds at least one whole layer"
-        most = layers // layout.virtual_stages
+        most = layers // each
         fix = f"layout.pp = {most} or less" if most else f"layout.virtual_stages = {layers // layout.pp or 1} or less"
         yield _problem("pp-layers", "pp", what, why=why, fix=fix)
         return
@@ -171,9 +200,18 @@ def _ulysses(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
         why = '"ulysses" swaps the sequence for heads inside attention'
         fix = one_of("layout.cp", _degrees(lambda d: heads % d == 0, layout.cp)) + ', or layout.cp_kind = "ring"'
         yield _problem("cp-heads", "cp", what, why=why, fix=fix)
+        return
+    kv = heads if spec.mla is not None else max(1, spec.num_kv_heads // layout.tp)
+    if kv % layout.cp and layout.cp % kv:
+        what = f"cp = {layout.cp} cannot share the {kv} key/value heads that a rank has under tp = {layout.tp}"
+        why = '"ulysses" gives each rank whole heads, or a head whole ranks'
+        fits = _degrees(lambda d: heads % d == 0 and (kv % d == 0 or d % kv == 0), layout.cp)
+        fix = one_of("layout.cp", fits) + ', or layout.cp_kind = "ring"'
+        yield _problem("cp-kv-heads", "cp", what, why=why, fix=fix)
 
 
-def _experts(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
+def _experts(job: Job, spec: ModelSpec) -> Iterator[Problem]:
+    layout = job.layout
     moe, ep, etp = spec.moe, layout.ep, layout.etp
     if moe is None:
         for name, code, degree in (("ep", "ep-no-experts", ep), ("etp", "etp-no-experts", etp)):
@@ -197,3 +235,15 @@ def _experts(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
         fits = _degrees(lambda d: ranks % (d * etp) == 0 and moe.num_experts % d == 0, ep)
         fix = one_of("layout.ep", fits) if fits else one_of("layout.etp", _degrees(lambda d: ranks % d == 0, etp))
         yield _problem("ep-ranks", "ep", what, why=why, fix=fix)
+    elif job.shard * layout.cp * layout.tp % (ep * etp):
+        own = job.shard * layout.cp * layout.tp
+        most = layout.dp // layout.expert_span
+        what = f"ep {ep} x etp {etp} = {ep * etp} does not divide the {own} ranks that a stage of one replica has"
+        why = f"each of the {job.replicas} replicas is a whole copy of the model, with all its experts"
+        yield Problem(
+            code="ep-replica",
+            where="keep.replicas",
+            what=what,
+            why=why,
+            fix=f"keep.replicas = {most} or a divisor of it",
+        )
