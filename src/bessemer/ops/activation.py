@@ -29,7 +29,7 @@ class _Swiglu(torch.autograd.Function):
         gate_up = gate_up.contiguous()
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
-        native.library().bessemer_swiglu(
+        native.kernels(gate_up).bessemer_swiglu(
             gate_up.data_ptr(),
             out.data_ptr(),
             out.dtype == torch.bfloat16,
@@ -47,7 +47,7 @@ class _Swiglu(torch.autograd.Function):
         grad = grad.contiguous()
         width = grad.shape[-1]
         out = torch.empty_like(gate_up)
-        native.library().bessemer_swiglu_backward(
+        native.kernels(gate_up).bessemer_swiglu_backward(
             grad.data_ptr(),
             gate_up.data_ptr(),
             out.data_ptr(),

@@ -102,9 +102,9 @@ class _SplitHeads(torch.autograd.Function):
         wide = (None, None) if qw is None else (qw.detach().float(), kw.detach().float())
         q = qkv.new_empty(batch, heads.query, seq, heads.dim)
         k, v = (qkv.new_empty(batch, heads.kv, seq, heads.dim) for _ in range(2))
-        rstd = None if qw is None else torch.empty(batch * seq * (heads.query + heads.kv), dtype=torch.float32)
+        rstd = None if qw is None else torch.empty(batch * seq * (heads.query + heads.kv), dtype=torch.float32, device=qkv.device)
         sizes = (batch, seq, heads.query, heads.kv, heads.dim, cos is not None and cos.dim() == 3)
-        native.library().bessemer_split_heads(
+        native.kernels(qkv).bessemer_split_heads(
             qkv.data_ptr(),
             qkv.dtype == torch.bfloat16,
             *(_pointer(t) for t in (cos, sin, *wide, q, k, v, rstd)),
@@ -124,8 +124,8 @@ class _SplitHeads(torch.autograd.Function):
         dqkv = dq.new_empty(ctx.shape)
         wide = (None, None) if qw is None else (qw.detach().float(), kw.detach().float())
         chunks = (ctx.shape[0] * ctx.shape[1] + _CHUNK - 1) // _CHUNK
-        partial = None if qw is None else torch.empty(chunks, 2, ctx.heads.dim, dtype=torch.float32)
-        native.library().bessemer_split_heads_backward(
+        partial = None if qw is None else torch.empty(chunks, 2, ctx.heads.dim, dtype=torch.float32, device=dq.device)
+        native.kernels(dq).bessemer_split_heads_backward(
             *(_pointer(t) for t in (dq, dk, dv)),
             dq.dtype == torch.bfloat16,
             *(_pointer(t) for t in (cos, sin, qkv, *wide, rstd, dqkv, partial)),
@@ -190,11 +190,11 @@ class _Attend(torch.autograd.Function):
         ctx.value_dim, v_shape = v.shape[-1], v.shape
         q, k, v = q.contiguous(), k.contiguous(), _as_wide(v, dim)
         out = q.new_empty(batch, seq, heads, dim)
-        lse = torch.empty(batch, heads, seq, dtype=torch.float32)
+        lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device)
         sizes = (batch, heads, k.shape[1], seq, dim, dim**-0.5)
         # float32 whatever the inputs: csrc/attention.cpp widens them before its products
         with native_kernel("attend", torch.float32, lambda: _visible_flops(q, k, v_shape, starts)):
-            native.library().bessemer_attend(
+            native.kernels(q).bessemer_attend(
                 *(_pointer(t) for t in (q, k, v)),
                 q.dtype == torch.bfloat16,
                 *(_pointer(t) for t in (starts, out, lse)),
@@ -213,7 +213,7 @@ class _Attend(torch.autograd.Function):
         v_shape = torch.Size((*v.shape[:-1], ctx.value_dim))
         grad = _as_wide(grad, q.shape[-1])
         with native_kernel("attend_backward", torch.float32, lambda: 2 * _visible_flops(q, k, v_shape, starts)):
-            native.library().bessemer_attend_backward(
+            native.kernels(q).bessemer_attend_backward(
                 *(_pointer(t) for t in (grad, q, k, v, out, lse)),
                 q.dtype == torch.bfloat16,
                 *(_pointer(t) for t in (starts, dq, dk, dv)),

@@ -39,15 +39,14 @@ def _reference(
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: Any) -> Any:
-        library = native.library()
         x = x.contiguous()
         delta = None if delta is None else delta.contiguous()
         wide = weight.detach().float()
         dim = x.shape[-1]
         total = x if delta is None else torch.empty_like(x)
         y = torch.empty_like(x, dtype=dtype)
-        rstd = torch.empty(x.numel() // dim, dtype=torch.float32)
-        library.bessemer_add_norm(
+        rstd = torch.empty(x.numel() // dim, dtype=torch.float32, device=x.device)
+        native.kernels(x).bessemer_add_norm(
             x.data_ptr(),
             x.dtype == torch.bfloat16,
             None if delta is None else delta.data_ptr(),
@@ -80,8 +79,8 @@ class _AddNorm(torch.autograd.Function):
         dx = torch.empty_like(total)
         apart = ctx.delta_dtype is not None and ctx.delta_dtype != total.dtype
         ddelta = torch.empty_like(total, dtype=ctx.delta_dtype) if apart else None
-        partial = torch.empty((rows + _CHUNK - 1) // _CHUNK, dim, dtype=torch.float32)
-        native.library().bessemer_add_norm_backward(
+        partial = torch.empty((rows + _CHUNK - 1) // _CHUNK, dim, dtype=torch.float32, device=total.device)
+        native.kernels(total).bessemer_add_norm_backward(
             gy.data_ptr(),
             gy.dtype == torch.bfloat16,
             None if gx is None else gx.data_ptr(),

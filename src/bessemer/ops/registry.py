@@ -3,8 +3,8 @@
     with ops.use("reference"): ...      # tests and comparisons
     ops.paths()                         # {"add_norm": "native", ...}: what this process would take on the CPU
 
-The native kernels are taken for CPU tensors whenever they could be compiled; everything else (a GPU, the meta
-device, tensor subclasses) takes the reference.
+The native kernels are taken for CPU tensors whenever they could be compiled, and on the meta device, where they only
+make shapes; everything else (a GPU, tensor subclasses) takes the reference.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Path = Literal["auto", "reference", "native"]
 _wanted: Path = "auto"
 _has_native: dict[str, bool] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DEVICES = ("cpu", "meta")
 _TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -34,11 +35,12 @@ def register(
     native: Callable[..., Any] | None = None,
     fits: Callable[..., bool] | None = None,
 ) -> Callable[..., Any]:
-    """The operator `name`: calls `native` where it is wanted, compiled and `fits(*args)`, else `reference`."""
+    """The operator `name`, whose first argument is a tensor: calls `native` where it is wanted, compiled (or not needed)
+    and `fits(*args)`, else `reference`."""
     _has_native[name] = native is not None
 
     def operator(*args: Any, **kwargs: Any) -> Any:
-        if native is not None and fits is not None and _native_on() and fits(*args, **kwargs):
+        if native is not None and fits is not None and _native_on(args[0]) and fits(*args, **kwargs):
             return native(*args, **kwargs)
         if _wanted == "native":
             raise RuntimeError(f"operator {name} has no native kernel for these arguments")
@@ -50,12 +52,13 @@ def register(
 
 
 def native_fits(*tensors: torch.Tensor | None) -> bool:
-    """Whether every tensor given is a plain CPU tensor in a type that the kernels read (None is left out)."""
-    return all(type(t) in _PLAIN and t.device.type == "cpu" and t.dtype in _TYPES for t in tensors if t is not None)
+    """Whether every tensor given is a plain CPU or meta tensor in a type that the kernels read (None is left out)."""
+    return all(type(t) in _PLAIN and t.device.type in _DEVICES and t.dtype in _TYPES for t in tensors if t is not None)
 
 
-def _native_on() -> bool:
-    return _wanted != "reference" and native.library() is not None
+def _native_on(x: torch.Tensor | None = None) -> bool:
+    """`x`: the meta device needs no compiled kernels to tell what they would make."""
+    return _wanted != "reference" and ((x is not None and x.device.type == "meta") or native.library() is not None)
 
 
 @contextmanager
