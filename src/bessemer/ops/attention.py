@@ -102,7 +102,8 @@ class _SplitHeads(torch.autograd.Function):
         wide = (None, None) if qw is None else (qw.detach().float(), kw.detach().float())
         q = qkv.new_empty(batch, heads.query, seq, heads.dim)
         k, v = (qkv.new_empty(batch, heads.kv, seq, heads.dim) for _ in range(2))
-        rstd = None if qw is None else torch.empty(batch * seq * (heads.query + heads.kv), dtype=torch.float32, device=qkv.device)
+        rows = batch * seq * (heads.query + heads.kv)
+        rstd = None if qw is None else torch.empty(rows, dtype=torch.float32, device=qkv.device)
         sizes = (batch, seq, heads.query, heads.kv, heads.dim, cos is not None and cos.dim() == 3)
         native.kernels(qkv).bessemer_split_heads(
             qkv.data_ptr(),

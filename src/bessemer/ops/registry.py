@@ -35,8 +35,8 @@ def register(
     native: Callable[..., Any] | None = None,
     fits: Callable[..., bool] | None = None,
 ) -> Callable[..., Any]:
-    """The operator `name`, whose first argument is a tensor: calls `native` where it is wanted, compiled (or not needed)
-    and `fits(*args)`, else `reference`."""
+    """The operator `name`, whose first argument is a tensor: calls `native` where it is wanted, compiled (or not
+    needed) and `fits(*args)`, else `reference`."""
     _has_native[name] = native is not None
 
     def operator(*args: Any, **kwargs: Any) -> Any:
