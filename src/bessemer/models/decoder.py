@@ -21,7 +21,7 @@ from bessemer.core.model import ModelSpec
 from bessemer.models.mla import LatentAttention
 from bessemer.models.moe import MixtureOfExperts
 from bessemer.models.mtp import Prediction, ahead
-from bessemer.models.parts import Attention, Cache, Compute, FeedForward, Norm, Projection, Visible
+from bessemer.models.parts import Attention, Cache, Compute, FeedForward, Norm, Projection, Saving, Visible
 from bessemer.models.rope import Rope
 from bessemer.models.split import Split
 
@@ -34,6 +34,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, compute: Compute, device: Any) -> None:
         super().__init__()
+        self.layer, self.compute = layer, compute
         self.attn_norm = Norm(spec.hidden_size, spec, compute, device)
         self.attn = (Attention if spec.mla is None else LatentAttention)(spec, layer, compute, device)
         self.mlp_norm = Norm(spec.hidden_size, spec, compute, device)
@@ -43,9 +44,10 @@ class Block(nn.Module):
             self.mlp = FeedForward(spec, spec.ffn_size, compute, device)
 
     def forward(self, x_BSD: Tensor, visible: Visible) -> Tensor:
-        x_BSD, normed = self.attn_norm(x_BSD)
-        x_BSD, normed = self.mlp_norm(x_BSD, self.attn(normed, visible))
-        return x_BSD + self.mlp(normed, visible)
+        with self.compute.saving.layer(self.layer):
+            x_BSD, normed = self.attn_norm(x_BSD)
+            x_BSD, normed = self.mlp_norm(x_BSD, self.attn(normed, visible))
+            return x_BSD + self.mlp(normed, visible)
 
 
 class Embedding(nn.Module):
@@ -116,6 +118,15 @@ class Decoder(nn.Module):
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"compute_dtype {dtype} is not torch.float32 or torch.bfloat16")
         self._compute.dtype = dtype
+
+    @property
+    def saving(self) -> Saving:
+        """What the blocks keep for the backward pass."""
+        return self._compute.saving
+
+    @saving.setter
+    def saving(self, saving: Saving) -> None:
+        self._compute.saving = saving
 
     def forward(
         self,

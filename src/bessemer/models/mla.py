@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         mla = spec.mla
         assert mla is not None
-        self.mla, self.layer, self.split = mla, layer, compute.split
+        self.mla, self.layer, self.compute = mla, layer, compute
         self.heads = spec.num_heads // compute.split.tensor.degree
         self.interleaved = spec.rope.interleaved
         self.head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
@@ -73,43 +73,69 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, visible: Visible) -> Tensor:
         assert visible.rope is not None
-        queries = self.q(x_BSD) if self.q is not None else self._compressed_queries(x_BSD)
-        nope, rope = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim
-        q_nope, q_rope = queries.unflatten(-1, (self.heads, self.head_dim)).split((nope, rope), -1)
-        latent_BSC, k_rope = self.kv_a(x_BSD).split((self.mla.kv_lora_rank, rope), -1)
+        part = self.compute.saving.part
+        query_BSC, latent_BSC, k_rope = part("qkv", self._down, x_BSD)
+        if self.q_a is not None:
+            query_BSC = self.q_a_norm(query_BSC)[1]
         latent_BSC = self.kv_a_norm(latent_BSC)[1]
-        q_rope = _rotate(q_rope, visible.rope, self.interleaved)
-        k_rope = self.split.tensor.enter(k_rope)  # all heads share it, so it is not one of `columns`
-        k_rope = _rotate(k_rope.unsqueeze(2), visible.rope, self.interleaved)
+        k_rope = self.compute.split.tensor.enter(k_rope)  # all heads share it, so it is not one of `columns`
         if visible.cache is not None:
-            out_BSHV = self._cached(q_nope, q_rope, latent_BSC, k_rope, visible.cache)
-        else:
-            out_BSHV = self._expanded(q_nope, q_rope, latent_BSC, k_rope, visible.starts[None])
-        return self.o(out_BSHV.flatten(2))
+            out_BSHV = self._cached(query_BSC, latent_BSC, k_rope, visible.rope, visible.cache)
+            return self.o(out_BSHV.flatten(2))
+        q, k, v = part("mla_up", self._up, query_BSC, latent_BSC, k_rope, visible.rope)
+        out_BSP = part("attention", self._attend, q, k, v, visible.starts[None])
+        return part("out", self.o, out_BSP)
 
-    def _compressed_queries(self, x_BSD: Tensor) -> Tensor:
-        assert self.q_a is not None
-        return self.q_b(self.q_a_norm(self.q_a(x_BSD))[1])
+    def _down(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries (of all heads, or their latent), the latent of keys and values, and the unrotated shared key."""
+        first = self.q if self.q is not None else self.q_a
+        assert first is not None
+        latent_BSC, k_rope = self.kv_a(x_BSD).split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), -1)
+        return first(x_BSD), latent_BSC, k_rope
 
-    def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, latent_BSC: Tensor, k_rope: Tensor, starts: Tensor | None
-    ) -> Tensor:
-        """The training form -> [B, S, H, V]. The kernels take values as wide as keys or narrower."""
+    def _turned(self, query_BSC: Tensor, k_rope: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The unrotated and the rotated part of the queries [B, S, H, N] and [B, S, H, R], the rotated key
+        [B, S, 1, R]."""
+        queries = query_BSC if self.q_a is None else self.q_b(query_BSC)
+        sizes = (self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim)
+        q_nope, q_rope = queries.unflatten(-1, (self.heads, self.head_dim)).split(sizes, -1)
+        q_rope = _rotate(q_rope, rope, self.interleaved)
+        return q_nope, q_rope, _rotate(k_rope.unsqueeze(2), rope, self.interleaved)
+
+    def _up(
+        self, query_BSC: Tensor, latent_BSC: Tensor, k_rope: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_nope, q_rope, k_rope = self._turned(query_BSC, k_rope, rope)
+        return self._whole(q_nope, q_rope, latent_BSC, k_rope)
+
+    def _whole(
+        self, q_nope: Tensor, q_rope: Tensor, latent_BSC: Tensor, k_rope: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of whole heads [B, H, S, ·], for the training form. The kernels take values as wide
+        as keys or narrower."""
         nope, value = self.mla.qk_nope_head_dim, self.mla.v_head_dim
         keys_values = self.kv_b(latent_BSC).unflatten(-1, (self.heads, nope + value))
-        k_nope, v = keys_values.split((nope, value), -1)
-        q = torch.cat((q_nope, q_rope), -1)
-        k = torch.cat((k_nope, k_rope.expand(-1, -1, self.heads, -1)), -1)
+        k_nope, v = keys_values.transpose(1, 2).split((nope, value), -1)
+        q_nope, q_rope, k_rope = (t.transpose(1, 2) for t in (q_nope, q_rope, k_rope))
+        q = torch.cat((q_nope, q_rope), -1)  # contiguous: attention saves this very tensor, not a copy
+        k = torch.cat((k_nope, k_rope.expand(-1, self.heads, -1, -1)), -1)
         width = max(self.head_dim, value)
         q = q * (self.scale * math.sqrt(width))  # the kernels divide by the square root of the width
         q, k = (F.pad(t, (0, width - self.head_dim)) for t in (q, k))
-        return self.split.context.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), starts)
+        return q, k, v
 
-    def _cached(self, q_nope: Tensor, q_rope: Tensor, latent_BSC: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> Tensor:
+        return self.compute.split.context.attend(q, k, v, starts).flatten(2)
+
+    def _cached(
+        self, query_BSC: Tensor, latent_BSC: Tensor, k_rope: Tensor, rope: tuple[Tensor, Tensor], cache: Cache
+    ) -> Tensor:
         """The generation form -> [B, S, H, V]; a first call, which meets no older token, takes the training form."""
+        q_nope, q_rope, k_rope = self._turned(query_BSC, k_rope, rope)
         stored_BLC, seen_BSL = cache.extend(self.layer, torch.cat((latent_BSC, k_rope.squeeze(2)), -1))
         if cache.length == q_nope.shape[1]:
-            return self._expanded(q_nope, q_rope, latent_BSC, k_rope, None)
+            q, k, v = self._whole(q_nope, q_rope, latent_BSC, k_rope)
+            return self.compute.split.context.attend(q, k, v, None)
         weight = self.kv_b.weight.to(latent_BSC.dtype).unflatten(0, (self.heads, -1))
         key_HNC, value_HVC = weight.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), 1)
         q_BSHC = torch.einsum("bshn,hnc->bshc", q_nope, key_HNC)

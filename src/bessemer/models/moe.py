@@ -46,9 +46,14 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, counts_X: Tensor) -> Tensor:
         """Rows sorted by expert, counts_X of each -> as many rows, in the compute type."""
         x_TD = x_TD.to(self.compute.dtype)
+        part = self.compute.saving.part
+        made_TF = part("activation", ops.swiglu, part("up", self._gate_up, x_TD, counts_X))
+        return ops.grouped_linear(made_TF, self.down.weight, counts_X)
+
+    def _gate_up(self, x_TD: Tensor, counts_X: Tensor) -> Tensor:
         gate = ops.grouped_linear(x_TD, self.gate.weight, counts_X)
         up = ops.grouped_linear(x_TD, self.up.weight, counts_X)
-        return ops.grouped_linear(ops.swiglu(torch.cat((gate, up), -1)), self.down.weight, counts_X)
+        return torch.cat((gate, up), -1)
 
 
 class MixtureOfExperts(nn.Module):
@@ -58,7 +63,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         moe = spec.moe
         assert moe is not None
-        self.split = compute.split
+        self.split, self.compute = compute.split, compute
         self.router = Router(spec.hidden_size, moe, compute, device)
         self.experts = Experts(spec, compute, device)
         shared = moe.shared_ffn_size
@@ -69,12 +74,15 @@ class MixtureOfExperts(nn.Module):
         """[B, S, D] in the compute type -> the same."""
         weights_B = None if visible is None else visible.weights
         mine_BSD = self.split.tensor.take_tokens(x_BSD)
-        gates_TK, chosen_TK = self.router(mine_BSD, weights_B)
-        assert self.router.load is not None
-        flat = chosen_TK.flatten()
-        order = flat.argsort(stable=True)
-        rows = mine_BSD.flatten(0, 1).index_select(0, order // chosen_TK.shape[1])
-        sent = self.split.experts.dispatch(rows, self.router.load)
+        part = self.compute.saving.part
+        gates_TK, chosen_TK = part("router", self.router, mine_BSD, weights_B)
+        # the load of this call: when the experts are made again, the router's may be that of another
+        return part("experts", self._mixed, x_BSD, mine_BSD, gates_TK, chosen_TK, self.router.load)
+
+    def _mixed(self, x_BSD: Tensor, mine_BSD: Tensor, gates_TK: Tensor, chosen_TK: Tensor, load_X: Tensor) -> Tensor:
+        order = chosen_TK.flatten().argsort(stable=True)
+        rows = self.compute.saving.part("dispatch", _sorted_rows, mine_BSD, order, chosen_TK.shape[1])
+        sent = self.split.experts.dispatch(rows, load_X)
         shared = None if self.shared is None else self._shared(x_BSD)  # while the tokens travel
         out = self.split.experts.combine(self.experts(*sent.arrived()), sent)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
@@ -87,6 +95,11 @@ class MixtureOfExperts(nn.Module):
         assert self.shared is not None
         shared_BSD = self.shared(x_BSD)
         return shared_BSD if self.shared_gate is None else shared_BSD * self.shared_gate(x_BSD).sigmoid()
+
+
+def _sorted_rows(x_BSD: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """The row of each choice of an expert, [T K, D], in the order of the experts."""
+    return x_BSD.flatten(0, 1).index_select(0, order // top_k)
 
 
 def held_routers(model: nn.Module, layers: range | None = None) -> list[tuple[int, Router]]:

@@ -6,8 +6,10 @@ L positions in a cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,20 @@ from bessemer import ops
 from bessemer.core.model import ModelSpec
 from bessemer.models.split import Split
 
-__all__ = ["Attention", "Cache", "Compute", "FeedForward", "HeadNorm", "Norm", "Part", "Projection", "Visible"]
+__all__ = [
+    "Attention",
+    "Cache",
+    "Compute",
+    "FeedForward",
+    "HeadNorm",
+    "Norm",
+    "Part",
+    "Projection",
+    "Saving",
+    "Visible",
+]
+
+T = TypeVar("T")
 
 
 class Cache(Protocol):
@@ -36,13 +51,34 @@ class Cache(Protocol):
         ...
 
 
+class Saving:
+    """What a block keeps from its forward pass for the backward pass: here all that autograd saves. The recompute of
+    `bessemer.parallel` derives from it."""
+
+    def layer(self, layer: int) -> AbstractContextManager[None]:
+        """Around the forward pass of the block of a layer."""
+        del layer
+        return nullcontext()
+
+    def part(self, name: str, run: Callable[..., T], *inputs: Any) -> T:
+        """run(*inputs): a tensor or a tuple of them, the part `name` of a block (`core.recompute.PARTS`).
+
+        What the part saves and what it returns may be dropped after the forward pass, and be made again in the
+        backward pass by the same call. So `run` depends on its inputs, on parameters and on nothing else that changes
+        in between, and all ranks call the parts of a layer alike: a part may hold exchanges.
+        """
+        del name
+        return run(*inputs)
+
+
 @dataclass
 class Compute:
-    """What all parts of one model share: the type that they compute in, which can so be changed in one place, and how
-    the model is split over processes."""
+    """What all parts of one model share: the type that they compute in, which can so be changed in one place, how the
+    model is split over processes, and what is kept for the backward pass."""
 
     dtype: torch.dtype = torch.float32
     split: Split = field(default_factory=Split)
+    saving: Saving = field(default_factory=Saving)
 
 
 @dataclass(frozen=True)
@@ -91,6 +127,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, norm(x + delta) in the compute type)."""
+        return self.compute.saving.part("norm", self._add_norm, x, delta)
+
+    def _add_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         return ops.add_norm(x, delta, self.weight, self.bias, self.eps, self.kind, self.compute.dtype)
 
 
@@ -116,16 +155,28 @@ class Attention(nn.Module):
         self.o = Projection(width, spec.hidden_size, spec.o_bias, compute, device, part="rows")
         self.q_norm = HeadNorm(spec.head_dim, device) if spec.qk_norm else None
         self.k_norm = HeadNorm(spec.head_dim, device) if spec.qk_norm else None
-        self.layer, self.window, self.eps, self.split = layer, spec.window(layer), spec.norm_eps, compute.split
+        self.layer, self.window, self.eps, self.compute = layer, spec.window(layer), spec.norm_eps, compute
 
     def forward(self, x_BSD: Tensor, visible: Visible) -> Tensor:
-        norms = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        q, k, v = ops.split_heads(self.qkv(x_BSD), self.heads, visible.rope, norms, self.eps)
+        part = self.compute.saving.part
+        q, k, v = part("qkv", self._project, x_BSD, visible.rope)
         if visible.cache is not None:
-            out_BSHE = visible.cache.attend(self.layer, self.window, q, k, v)
-        else:
-            out_BSHE = self.split.context.attend(q, k, v, visible.starts[self.window])
-        return self.o(out_BSHE.flatten(2))
+            return self.o(visible.cache.attend(self.layer, self.window, q, k, v).flatten(2))
+        out_BSP = part("attention", self._attend, q, k, v, visible.starts[self.window])
+        return part("out", self.o, out_BSP)
+
+    def _project(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self.qkv(x_BSD)
+        if self.q_norm is None:  # rotation alone needs no input to be differentiated: nothing would be won
+            return self._heads(packed, rope)
+        return self.compute.saving.part("heads", self._heads, packed, rope)
+
+    def _heads(self, packed: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        norms = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        return ops.split_heads(packed, self.heads, rope, norms, self.eps)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> Tensor:
+        return self.compute.split.context.attend(q, k, v, starts).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -133,7 +184,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: ModelSpec, width: int, compute: Compute, device: Any) -> None:
         super().__init__()
-        self.activation = spec.activation
+        self.activation, self.compute = spec.activation, compute
         width //= compute.split.tensor.degree
         if spec.gated:
             self.gate_up = Projection(spec.hidden_size, 2 * width, spec.mlp_bias, compute, device, part="columns")
@@ -143,6 +194,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSD: Tensor, visible: Visible | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]; `visible` is what a mixture of experts needs in the same place."""
+        part = self.compute.saving.part
         if self.activation == "swiglu":
-            return self.down(ops.swiglu(self.gate_up(x_BSD)))
-        return self.down(ops.gelu(self.up(x_BSD), self.activation == "gelu_tanh"))
+            return self.down(part("activation", ops.swiglu, part("up", self.gate_up, x_BSD)))
+        return self.down(part("activation", ops.gelu, part("up", self.up, x_BSD), self.activation == "gelu_tanh"))
