@@ -123,10 +123,12 @@ def rank_main(rank: int, world: int, job: Job, socket: str, stop_at: int | None)
     return {"metrics": recorder.metrics, "events": recorder.events, "ended": ended, "state": state_of(parts)}
 
 
-def state_of(parts: Any) -> dict[str, torch.Tensor]:
+def state_of(parts: Any) -> dict[tuple[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]:
+    """By (name, whole shape, offset) the slices that the rank holds."""
     from bessemer.train.state import state_slices
 
-    return {f"{s.name}@{s.global_offset}": s.tensor.clone() for s in state_slices(parts.module, parts.optimizer)}
+    slices = state_slices(parts.module, parts.optimizer)
+    return {(s.name, s.global_shape, s.global_offset): s.tensor.clone() for s in slices}
 
 
 def kill_at_bytes(count: int) -> tuple[str, ...]:

@@ -54,7 +54,17 @@ DEEPSEEK = MODEL | {
     "num_nextn_predict_layers": 1,
     "initializer_range": 0.2,
 }
-MODELS = {"llama": MODEL, "mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}
+QWEN3 = MODEL | {"family": "qwen3", "head_dim": 16, "tie_word_embeddings": False}
+GPT2 = {
+    "family": "gpt2",
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "tie_word_embeddings": True,
+}
+MODELS = {"llama": MODEL, "qwen3": QWEN3, "gpt2": GPT2, "mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}
 
 
 def toy_job(**sections: dict[str, Any]) -> Job:
@@ -66,7 +76,8 @@ def toy_job(**sections: dict[str, Any]) -> Job:
         "precision": {"recipe": "fp32"},
     }
     for name, fields in sections.items():
-        base[name] = base.get(name, {}) | fields
+        whole = name == "model" and "family" in fields
+        base[name] = fields if whole else base.get(name, {}) | fields
     return Job.model_validate(base)
 
 
