@@ -2,6 +2,7 @@
 
 from bessemer.ops.activation import gelu, swiglu
 from bessemer.ops.attention import Heads, attend, attend_masked, first_keys, split_heads
+from bessemer.ops.attention_blocks import Block, attend_block, attend_block_backward, merge_blocks
 from bessemer.ops.cross_entropy import cross_entropy_rows, linear_cross_entropy
 from bessemer.ops.deferred import WeightQueue, WeightWork, put_off_weight_gradients
 from bessemer.ops.grouped import grouped_linear
@@ -11,11 +12,14 @@ from bessemer.ops.norm import add_norm
 from bessemer.ops.registry import paths, use
 
 __all__ = [
+    "Block",
     "Heads",
     "WeightQueue",
     "WeightWork",
     "add_norm",
     "attend",
+    "attend_block",
+    "attend_block_backward",
     "attend_masked",
     "cross_entropy_rows",
     "fallback_reason",
@@ -24,6 +28,7 @@ __all__ = [
     "grouped_linear",
     "linear",
     "linear_cross_entropy",
+    "merge_blocks",
     "paths",
     "put_off_weight_gradients",
     "split_heads",

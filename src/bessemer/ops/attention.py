@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer.ops import native
+from bessemer.ops.attention_blocks import Block, as_wide, filled, run_backward, run_forward
 from bessemer.ops.registry import native_fits, register
-from bessemer.runtime.kernels import attention_flops, native_kernel
 
 __all__ = ["Heads", "attend", "attend_masked", "first_keys", "split_heads"]
 
@@ -172,56 +172,21 @@ def attend_masked(q_BHSE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, mask: Tensor) 
     return out.transpose(1, 2)
 
 
-def _as_wide(x: Tensor, width: int) -> Tensor:
-    """Contiguous, filled up with zeros to `width`: the kernel has one width for keys and values."""
-    return x.contiguous() if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def _visible_flops(q: Tensor, k: Tensor, v_shape: torch.Size, starts: Tensor | None) -> float:
-    """FLOPs of the forward pass over the pairs that are seen; blocks that no query sees are skipped."""
-    causal = attention_flops(q.shape, k.shape, v_shape, causal=True)
-    hidden = 0 if starts is None else int(starts.sum())  # query i doesn't see the keys before starts[i]
-    return causal - 2.0 * q.shape[1] * hidden * (q.shape[-1] + v_shape[-1])
-
-
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> Tensor:
-        batch, heads, seq, dim = q.shape
-        ctx.value_dim, v_shape = v.shape[-1], v.shape
-        q, k, v = q.contiguous(), k.contiguous(), _as_wide(v, dim)
-        out = q.new_empty(batch, seq, heads, dim)
-        lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device)
-        sizes = (batch, heads, k.shape[1], seq, dim, dim**-0.5)
-        # float32 whatever the inputs: csrc/attention.cpp widens them before its products
-        with native_kernel("attend", torch.float32, lambda: _visible_flops(q, k, v_shape, starts)):
-            native.kernels(q).bessemer_attend(
-                *(_pointer(t) for t in (q, k, v)),
-                q.dtype == torch.bfloat16,
-                *(_pointer(t) for t in (starts, out, lse)),
-                *sizes,
-                native.threads(),
-            )
-        ctx.save_for_backward(q, k, v, out, lse, starts)
-        ctx.sizes = sizes
-        return out if ctx.value_dim == dim else out[..., : ctx.value_dim]
+        ctx.value_dim = v.shape[-1]
+        block = filled(Block(q, k, v, starts=starts))
+        out, lse = run_forward(block, ctx.value_dim, q.dtype)
+        ctx.save_for_backward(block.q, block.k, block.v, out, lse, starts)
+        return out if ctx.value_dim == out.shape[-1] else out[..., : ctx.value_dim]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse, starts = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        v_shape = torch.Size((*v.shape[:-1], ctx.value_dim))
-        grad = _as_wide(grad, q.shape[-1])
-        with native_kernel("attend_backward", torch.float32, lambda: 2 * _visible_flops(q, k, v_shape, starts)):
-            native.kernels(q).bessemer_attend_backward(
-                *(_pointer(t) for t in (grad, q, k, v, out, lse)),
-                q.dtype == torch.bfloat16,
-                *(_pointer(t) for t in (starts, dq, dk, dv)),
-                *ctx.sizes,
-                native.threads(),
-            )
-        return dq, dk, dv[..., : ctx.value_dim], None
+        block = Block(q, k, v, starts=starts)
+        return *run_backward(block, as_wide(grad, q.shape[-1]), out, lse, ctx.value_dim, q.dtype), None
 
 
 def _attend_fits(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, starts_BS: Tensor | None) -> bool:

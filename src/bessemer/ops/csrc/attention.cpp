@@ -1,6 +1,8 @@
 // Causal attention, forward and backward, in blocks of 64 queries by 64 keys with an online softmax
-// (Dao et al. 2022, arXiv 2205.14135). Query i sees the keys from starts[i] to i, which is how plain causal
-// attention, a sliding window and packed documents are all said; blocks that no query sees are never computed.
+// (Dao et al. 2022, arXiv 2205.14135). The query at position p sees the keys from starts[p] to p, which is how plain
+// causal attention, a sliding window and packed documents are all said; blocks that no query sees are never computed.
+// Queries and keys are each a run of one sequence, which may begin elsewhere: a query that sees none of the keys gets
+// a result of 0 with a logsumexp of -inf, and the backward pass takes results and logsumexp of the whole sequence.
 // Inputs may be bfloat16; products and sums are float. One task is a (batch, key/value head), so that the query
 // heads that share it share its packed keys and add into its gradients in a fixed order.
 
@@ -8,10 +10,23 @@ namespace {
 
 constexpr int kBlock = 64;
 
+// Where the keys are and what the queries see of them. The field order is that of `_View` in ops/attention.py.
+struct View {
+  const int* starts;   // of the call's first query, batch 0; null: every query sees the keys from the first on
+  int64_t starts_row;  // from one sequence of the batch to the next
+  int keys;
+  int first_key;  // its position in the sequence
+  int offset;     // position of the first query - position of the first key
+};
+
 struct Shape {
-  int batch, heads, kv, seq, dim;
+  int batch, heads, kv, queries, dim;
+  View view;
   int padded_dim() const { return (dim + 31) / 32 * 32; }
-  int padded_seq() const { return (seq + kBlock - 1) / kBlock * kBlock; }
+  int padded_keys() const { return (view.keys + kBlock - 1) / kBlock * kBlock; }
+  // keys up to the last one that any of the queries before `query` sees
+  int keys_before(int query) const { return std::max(0, std::min(view.keys, query + view.offset)); }
+  const int* starts(int b) const { return view.starts ? view.starts + b * view.starts_row : nullptr; }
 };
 
 // rows [count, dim] of T into float [kBlock-padded rows, ld], scaled; what lies beyond is left as it is (zero).
@@ -36,19 +51,19 @@ struct Range {
   int lo, hi;  // of the columns of a block that a query sees
 };
 
-inline Range visible(const int* starts, int query, int key0) {
-  const int lo = starts ? std::max(starts[query] - key0, 0) : 0;
-  return {lo, std::min(query - key0 + 1, kBlock)};
+inline Range visible(View view, const int* starts, int query, int key0) {
+  const int lo = starts ? std::max(starts[query] - view.first_key - key0, 0) : 0;
+  return {lo, std::min(std::min(query + view.offset, view.keys - 1) - key0 + 1, kBlock)};
 }
 
 // Columns of row r of a diagonal block that the products read: up to the end of its tile of 8 rows.
 inline int read_width(int r) { return r / 8 * 8 + 8; }
 
-inline int first_block(const int* starts, int query0, int count) {
+inline int first_block(View view, const int* starts, int query0, int count) {
   if (!starts) return 0;
   int lo = starts[query0];
   for (int r = 1; r < count; r++) lo = std::min(lo, starts[query0 + r]);
-  return lo / kBlock;
+  return std::max(lo - view.first_key, 0) / kBlock;
 }
 
 // The three products of a block pair. On the diagonal, what lies above it is zero or never read: tiles there are left
@@ -96,31 +111,31 @@ inline float softmax_row(float* s, Range see, int width, float& top, float& sum)
   return shrink;
 }
 
-template <class T>
-void attend_task(const T* q, const T* k, const T* v, const int* starts, T* out, float* lse, Shape s, float scale,
-                 int b, int kv, std::vector<float>& scratch) {
-  const int d = s.padded_dim(), n = s.padded_seq(), group = s.heads / s.kv;
+template <class T, class O>
+void attend_task(const T* q, const T* k, const T* v, O* out, float* lse, Shape s, float scale, int b, int kv,
+                 std::vector<float>& scratch) {
+  const int d = s.padded_dim(), n = s.padded_keys(), group = s.heads / s.kv, used = s.keys_before(s.queries);
   scratch.assign(size_t(2) * n * d + 2 * kBlock * d + kBlock * kBlock, 0.0f);
   float *kt = scratch.data(), *vf = kt + size_t(n) * d, *qf = vf + size_t(n) * d, *o = qf + kBlock * d,
         *p = o + kBlock * d;
-  const size_t at = (size_t(b) * s.kv + kv) * s.seq * s.dim;
-  pack_transposed(k + at, s.seq, s.dim, kt, n);
-  pack(v + at, s.seq, s.dim, s.dim, 1.0f, vf, d);
-  const int* row_starts = starts ? starts + size_t(b) * s.seq : nullptr;
+  const size_t at = (size_t(b) * s.kv + kv) * s.view.keys * s.dim;
+  pack_transposed(k + at, used, s.dim, kt, n);
+  pack(v + at, used, s.dim, s.dim, 1.0f, vf, d);
+  const int* starts = s.starts(b);
   for (int h = kv * group; h < (kv + 1) * group; h++)
-    for (int i0 = 0; i0 < s.seq; i0 += kBlock) {
-      const int rows = std::min(kBlock, s.seq - i0);
+    for (int i0 = 0; i0 < s.queries; i0 += kBlock) {
+      const int rows = std::min(kBlock, s.queries - i0);
       float top[kBlock], sum[kBlock];
       std::fill(top, top + kBlock, -INFINITY);
       std::fill(sum, sum + kBlock, 0.0f);
       std::fill(o, o + kBlock * d, 0.0f);
-      pack(q + ((size_t(b) * s.heads + h) * s.seq + i0) * s.dim, rows, s.dim, s.dim, scale, qf, d);
-      for (int jb = first_block(row_starts, i0, rows); jb * kBlock < i0 + rows; jb++) {
-        const int j0 = jb * kBlock;
-        const bool diagonal = j0 == i0;
+      pack(q + ((size_t(b) * s.heads + h) * s.queries + i0) * s.dim, rows, s.dim, s.dim, scale, qf, d);
+      const int end = s.keys_before(i0 + rows);
+      for (int j0 = first_block(s.view, starts, i0, rows) * kBlock; j0 < end; j0 += kBlock) {
+        const bool diagonal = j0 == i0 + s.view.offset;
         scores(diagonal, d, qf, kt + j0, n, p);
         for (int r = 0; r < kBlock; r++) {
-          const Range see = r < rows ? visible(row_starts, i0 + r, j0) : Range{0, 0};
+          const Range see = r < rows ? visible(s.view, starts, i0 + r, j0) : Range{0, 0};
           if (see.lo >= see.hi) {
             std::fill(p + r * kBlock, p + (r + 1) * kBlock, 0.0f);
             continue;
@@ -133,10 +148,10 @@ void attend_task(const T* q, const T* k, const T* v, const int* starts, T* out, 
         by_query(diagonal, d, p, vf + size_t(j0) * d, o);
       }
       for (int r = 0; r < rows; r++) {
-        const float inverse = 1.0f / sum[r];
+        const float inverse = sum[r] == 0.0f ? 0.0f : 1.0f / sum[r];
         for (int i = 0; i < d; i++) o[r * d + i] *= inverse;
-        store_row(o + r * d, out + ((size_t(b) * s.seq + i0 + r) * s.heads + h) * s.dim, s.dim);
-        lse[(size_t(b) * s.heads + h) * s.seq + i0 + r] = top[r] + std::log(sum[r]);
+        store_row(o + r * d, out + ((size_t(b) * s.queries + i0 + r) * s.heads + h) * s.dim, s.dim);
+        lse[(size_t(b) * s.heads + h) * s.queries + i0 + r] = top[r] + std::log(sum[r]);
       }
     }
 }
@@ -150,25 +165,24 @@ inline void probability_row(float* p, Range see, int width, float lse) {
   }
 }
 
-template <class T>
-void attend_backward_task(const T* go, const T* q, const T* k, const T* v, const T* out, const float* lse,
-                          const int* starts, T* dq, T* dk, T* dv, Shape s, float scale, int b, int kv,
-                          std::vector<float>& scratch) {
-  const int d = s.padded_dim(), n = s.padded_seq(), group = s.heads / s.kv;
+template <class T, class O>
+void attend_backward_task(const T* go, const T* q, const T* k, const T* v, const T* out, const float* lse, O* dq, O* dk,
+                          O* dv, Shape s, float scale, int b, int kv, std::vector<float>& scratch) {
+  const int d = s.padded_dim(), n = s.padded_keys(), group = s.heads / s.kv, used = s.keys_before(s.queries);
   const size_t panel = size_t(n) * d;
   scratch.assign(5 * panel + 3 * kBlock * d + 2 * kBlock * kBlock, 0.0f);
   float *kt = scratch.data(), *vt = kt + panel, *kf = vt + panel, *gk = kf + panel, *gv = gk + panel, *qf = gv + panel,
         *gof = qf + kBlock * d, *gq = gof + kBlock * d, *p = gq + kBlock * d, *ds = p + kBlock * kBlock;
-  const size_t at = (size_t(b) * s.kv + kv) * s.seq * s.dim;
-  pack_transposed(k + at, s.seq, s.dim, kt, n);
-  pack_transposed(v + at, s.seq, s.dim, vt, n);
-  pack(k + at, s.seq, s.dim, s.dim, 1.0f, kf, d);
-  const int* row_starts = starts ? starts + size_t(b) * s.seq : nullptr;
+  const size_t at = (size_t(b) * s.kv + kv) * s.view.keys * s.dim;
+  pack_transposed(k + at, used, s.dim, kt, n);
+  pack_transposed(v + at, used, s.dim, vt, n);
+  pack(k + at, used, s.dim, s.dim, 1.0f, kf, d);
+  const int* starts = s.starts(b);
   for (int h = kv * group; h < (kv + 1) * group; h++)
-    for (int i0 = 0; i0 < s.seq; i0 += kBlock) {
-      const int rows = std::min(kBlock, s.seq - i0);
-      const size_t q_at = ((size_t(b) * s.heads + h) * s.seq + i0) * s.dim;
-      const size_t o_at = ((size_t(b) * s.seq + i0) * s.heads + h) * s.dim;
+    for (int i0 = 0; i0 < s.queries; i0 += kBlock) {
+      const int rows = std::min(kBlock, s.queries - i0);
+      const size_t q_at = ((size_t(b) * s.heads + h) * s.queries + i0) * s.dim;
+      const size_t o_at = ((size_t(b) * s.queries + i0) * s.heads + h) * s.dim;
       float delta[kBlock];
       std::fill(gof, gof + kBlock * d, 0.0f);
       std::fill(qf, qf + kBlock * d, 0.0f);
@@ -182,14 +196,14 @@ void attend_backward_task(const T* go, const T* q, const T* k, const T* v, const
         for (int i = 0; i < s.dim; i++) sum += gof[r * d + i] * widen(o[i]);
         delta[r] = sum;
       }
-      const float* row_lse = lse + (size_t(b) * s.heads + h) * s.seq + i0;
-      for (int jb = first_block(row_starts, i0, rows); jb * kBlock < i0 + rows; jb++) {
-        const int j0 = jb * kBlock;
-        const bool diagonal = j0 == i0;
+      const float* row_lse = lse + (size_t(b) * s.heads + h) * s.queries + i0;
+      const int end = s.keys_before(i0 + rows);
+      for (int j0 = first_block(s.view, starts, i0, rows) * kBlock; j0 < end; j0 += kBlock) {
+        const bool diagonal = j0 == i0 + s.view.offset;
         scores(diagonal, d, qf, kt + j0, n, p);
         scores(diagonal, d, gof, vt + j0, n, ds);
         for (int r = 0; r < kBlock; r++) {
-          const Range see = r < rows ? visible(row_starts, i0 + r, j0) : Range{0, 0};
+          const Range see = r < rows ? visible(s.view, starts, i0 + r, j0) : Range{0, 0};
           float *pr = p + r * kBlock, *dr = ds + r * kBlock;
           if (see.lo >= see.hi) {
             std::fill(pr, pr + kBlock, 0.0f);
@@ -210,43 +224,54 @@ void attend_backward_task(const T* go, const T* q, const T* k, const T* v, const
         store_row(gq + r * d, dq + q_at + size_t(r) * s.dim, s.dim);
       }
     }
-  for (int r = 0; r < s.seq; r++) {
+  for (int r = 0; r < s.view.keys; r++) {
     store_row(gk + size_t(r) * d, dk + at + size_t(r) * s.dim, s.dim);
     store_row(gv + size_t(r) * d, dv + at + size_t(r) * s.dim, s.dim);
   }
+}
+
+// Calls f(T*, O*) with the types of inputs and results: both float32 (0), both bfloat16 (1), bfloat16 in and float32
+// out (2).
+template <class F>
+inline void typed_pair(int types, F f) {
+  if (types == 0) f((const float*)nullptr, (float*)nullptr);
+  if (types == 1) f((const bf16*)nullptr, (bf16*)nullptr);
+  if (types == 2) f((const bf16*)nullptr, (float*)nullptr);
 }
 
 }  // namespace
 
 extern "C" {
 
-void bessemer_attend(const void* q, const void* k, const void* v, int b16, const int* starts, void* out, float* lse,
-                     int batch, int heads, int kv, int seq, int dim, float scale, int threads) {
-  const Shape s{batch, heads, kv, seq, dim};
-  typed(out, b16, [&](auto* op) {
-    using P = decltype(op);
+void bessemer_attend(const void* q, const void* k, const void* v, int types, const View* view, void* out, float* lse,
+                     int batch, int heads, int kv, int queries, int dim, float scale, int threads) {
+  const Shape s{batch, heads, kv, queries, dim, *view};
+  typed_pair(types, [&](auto* in, auto* made) {
+    using T = decltype(in);
+    using O = decltype(made);
 #pragma omp parallel num_threads(threads)
     {
       std::vector<float> scratch;
 #pragma omp for schedule(dynamic)
       for (int t = 0; t < batch * kv; t++)
-        attend_task((P)q, (P)k, (P)v, starts, op, lse, s, scale, t / kv, t % kv, scratch);
+        attend_task((T)q, (T)k, (T)v, (O)out, lse, s, scale, t / kv, t % kv, scratch);
     }
   });
 }
 
 void bessemer_attend_backward(const void* go, const void* q, const void* k, const void* v, const void* out,
-                              const float* lse, int b16, const int* starts, void* dq, void* dk, void* dv, int batch,
-                              int heads, int kv, int seq, int dim, float scale, int threads) {
-  const Shape s{batch, heads, kv, seq, dim};
-  typed(dq, b16, [&](auto* dqp) {
-    using P = decltype(dqp);
+                              const float* lse, int types, const View* view, void* dq, void* dk, void* dv, int batch,
+                              int heads, int kv, int queries, int dim, float scale, int threads) {
+  const Shape s{batch, heads, kv, queries, dim, *view};
+  typed_pair(types, [&](auto* in, auto* made) {
+    using T = decltype(in);
+    using O = decltype(made);
 #pragma omp parallel num_threads(threads)
     {
       std::vector<float> scratch;
 #pragma omp for schedule(dynamic)
       for (int t = 0; t < batch * kv; t++)
-        attend_backward_task((P)go, (P)q, (P)k, (P)v, (P)out, lse, starts, dqp, (P)dk, (P)dv, s, scale, t / kv, t % kv,
+        attend_backward_task((T)go, (T)q, (T)k, (T)v, (T)out, lse, (O)dq, (O)dk, (O)dv, s, scale, t / kv, t % kv,
                              scratch);
     }
   });
