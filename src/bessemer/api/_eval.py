@@ -46,16 +46,15 @@ def eval(run: str, *, sequences: int = 0) -> EvalResult:
 
     from bessemer.data import open_dataset, prepare
     from bessemer.parallel.mesh import Mesh
-    from bessemer.train.evaluate import evaluate
+    from bessemer.train.evaluate import WholeModel, evaluate
     from bessemer.train.opened import open_trained
 
     trained = open_trained(run)
     prepare(trained.job)
     dataset = open_dataset(trained.job, "val")
     found = evaluate(
-        trained.module(),
+        WholeModel(trained.module(), Mesh.alone(torch.device("cpu"))),
         dataset,
-        Mesh(0, 1, 1, 1, torch.device("cpu")),
         sequences=sequences or dataset.num_samples,
         micro_batch=trained.job.train.micro_batch,
     )

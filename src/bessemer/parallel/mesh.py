@@ -54,6 +54,11 @@ class Mesh:
     heads: dist.ProcessGroup | None = None
     """The tensor-parallel ranks that hold the same key/value heads, where there are several."""
 
+    @classmethod
+    def alone(cls, device: torch.device) -> Mesh:
+        """One process with the whole model."""
+        return cls(0, dict.fromkeys(("replica", "pp", "shard", "cp", "tp", "edp", "ep", "etp"), 1), device)
+
     @property
     def world_size(self) -> int:
         return math.prod(self.sizes[axis] for axis in ("replica", "pp", "shard", "cp", "tp"))

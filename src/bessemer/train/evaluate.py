@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from bessemer.data import Batch as NumpyBatch
 from bessemer.data import Dataset
 from bessemer.parallel.data import drop_gathered
-from bessemer.train.passes import Batch, Passes
+from bessemer.parallel.mesh import Mesh
+from bessemer.train.passes import Batch
 
-__all__ = ["Evaluation", "evaluate", "to_tensors"]
+__all__ = ["Evaluation", "WholeModel", "evaluate", "to_tensors"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,31 @@ def to_tensors(batch: NumpyBatch, device: torch.device) -> Batch:
     return {k: torch.from_numpy(v).to(device) for k, v in fields.items() if v is not None}
 
 
-def evaluate(passes: Passes, dataset: Dataset, *, sequences: int, micro_batch: int) -> Evaluation:
+class Evaluated(Protocol):
+    """What can be evaluated: `Passes` of a run, or a whole model."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def forward(self, batch: Batch) -> tuple[float | torch.Tensor, float | torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model that this process holds whole."""
+
+    module: nn.Module
+    mesh: Mesh
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.module(**batch)  # type: ignore[no-any-return]
+
+
+def evaluate(passes: Evaluated, dataset: Dataset, *, sequences: int, micro_batch: int) -> Evaluation:
     """Loss over the first `sequences` samples (at most one epoch), shared out over the data-parallel ranks.
 
     Every rank runs the same number of forward passes, since they are collective: a rank without work repeats a

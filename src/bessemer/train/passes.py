@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,8 @@ from bessemer.core.stages import stage_ranges
 from bessemer.models.moe import expert_load
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
+from bessemer.parallel.pipeline import Pipeline
 from bessemer.runtime.phases import Phases
-
-if TYPE_CHECKING:
-    from bessemer.parallel.pipeline import Pipeline
 
 __all__ = ["Batch", "Contribution", "Passes"]
 
@@ -63,6 +60,7 @@ class Passes:
         if mesh.sizes["pp"] > 1:
             self._ranges = stage_ranges(spec, job.layout, job.data.seq_len)
             self._pipeline = pipeline(job, mesh)
+            self._pipeline.phases = self.phases
 
     @property
     def knows_loss(self) -> bool:
@@ -97,7 +95,7 @@ class Passes:
         """(loss sum, weight sum) of one micro-batch without gradients; 0 on the ranks of a pipeline that don't hold
         its last stage. Every rank of the replica must call it."""
         if self._pipeline is None:
-            return self.module(**batch)
+            return self.module(**batch)  # type: ignore[no-any-return]
         mine = Contribution()
         _Unit(self, mine, [batch], False).run(self._pipeline, forward_only=True)
         return mine.loss_sum, mine.weight_sum
@@ -107,8 +105,6 @@ def pipeline(job: Job, mesh: Mesh) -> Pipeline:
     """The executor of the job's schedule on this rank."""
     layout, group = job.layout, mesh.group("pipeline")
     assert group is not None
-    from bessemer.parallel.pipeline import Pipeline
-
     return Pipeline(layout.schedule, layout.pp, mesh.at("pp"), layout.virtual_stages, group, mesh.device)
 
 
