@@ -105,6 +105,7 @@ class TrainSection(Frozen):
     seed: int = Field(default=1234, ge=0)
     eval_every: int = Field(default=0, ge=0)  # steps; 0: only at the end
     eval_sequences: int = Field(default=64, gt=0)
+    compile: Literal["none", "inductor", "aot_eager"] = "none"  # torch.compile's backend for the blocks
     recompute: Literal["none"] = "none"
 
     @property
@@ -201,7 +202,8 @@ class Job(Frozen):
         """16 hex digits over what decides the run's numbers: model, data, training, precision.
 
         Layout, machine, run folder and checkpoint policy are left out, since the same run may go on under others;
-        so are the grouping into micro-batches and the reading threads, and where and how often it is evaluated.
+        so are the grouping into micro-batches, the reading threads and the compiler, and where and how often it is
+        evaluated.
         """
         return _digest(self.identity_fields())
 
@@ -215,6 +217,7 @@ class Job(Frozen):
             ("train", "micro_batch"),
             ("train", "eval_every"),
             ("train", "eval_sequences"),
+            ("train", "compile"),
             ("train", "recompute"),
         ):
             kept[section].pop(key)
