@@ -177,8 +177,10 @@ def linear_cross_entropy(
         losses = cross_entropy_rows
     else:
         losses = partial(_shared_rows, share)
-        # oneDNN has no product with zero columns: a row of zeros is that of a rank with nothing but padding
-        weight_VD = weight_VD[: share.valid] if share.valid else weight_VD[:1].clone().zero_()
+        if share.valid == 0:  # a row of zeros, since oneDNN has no product with zero columns
+            weight_VD = weight_VD[:1].clone().zero_()
+        elif share.valid < share.rows:
+            weight_VD = weight_VD[: share.valid]
     way = _Way(with_grad, chunk, losses)
     args = hidden_TD.contiguous(), weight_VD, labels_T, weights_T.contiguous(), way
     loss: Tensor = _LinearCrossEntropy.apply(*args)  # type: ignore[no-untyped-call]
