@@ -7,15 +7,17 @@ from bessemer.core.model import ModelSpec
 from bessemer.core.schedules import SCHEDULES, stages_of_rank
 from bessemer.core.stages import num_stages, stage_ranges
 from bessemer.models.split import ContextSplit, ExpertSplit, Split, TensorSplit
+from bessemer.parallel.context import ContextParallel
 from bessemer.parallel.expert import ExpertParallel
 from bessemer.parallel.mesh import Mesh
+from bessemer.parallel.tensor import TensorParallel
 
 __all__ = ["held_layers", "split_of"]
 
 
-def split_of(job: Job, spec: ModelSpec, mesh: Mesh) -> Split:
-    """Tensor, context and expert parallelism of the job on this rank."""
-    return Split(_tensor(job, spec, mesh), _context(job, mesh), _experts(mesh))
+def split_of(job: Job, spec: ModelSpec, mesh: Mesh, experts: type[ExpertParallel] = ExpertParallel) -> Split:
+    """Tensor, context and expert parallelism of the job on this rank, the last by `experts`."""
+    return Split(_tensor(job, spec, mesh), _context(job, mesh), _experts(mesh, experts))
 
 
 def _tensor(job: Job, spec: ModelSpec, mesh: Mesh) -> TensorSplit:
@@ -23,8 +25,6 @@ def _tensor(job: Job, spec: ModelSpec, mesh: Mesh) -> TensorSplit:
     if group is None:
         return TensorSplit()
     sequence = job.layout.sequence_parallel
-    from bessemer.parallel.tensor import TensorParallel
-
     return TensorParallel(
         group, mesh.sizes["tp"], mesh.at("tp"), sequence_parallel=sequence, vocab_size=spec.vocab_size
     )
@@ -34,15 +34,13 @@ def _context(job: Job, mesh: Mesh) -> ContextSplit:
     group = mesh.group("context")
     if group is None:
         return ContextSplit()
-    from bessemer.parallel.context import ContextParallel
-
     return ContextParallel(group, mesh.sizes["cp"], mesh.at("cp"), job.layout.cp_kind)
 
 
-def _experts(mesh: Mesh) -> ExpertSplit:
+def _experts(mesh: Mesh, kind: type[ExpertParallel]) -> ExpertSplit:
     if mesh.group("experts") is None and mesh.group("sequence") is None:
         return ExpertSplit()
-    return ExpertParallel(
+    return kind(
         mesh.group("experts"),
         degree=mesh.sizes["ep"],
         rank=mesh.at("ep"),

@@ -196,11 +196,16 @@ class ExpertParallel(ExpertSplit):
         sent_GL = counts_EL.repeat_interleave(self.width_degree, 0)
         received_GL = torch.empty_like(sent_GL)
         dist.all_to_all_single(received_GL, sent_GL, group=self._group)
-        sizes = torch.cat((counts_EL.sum(1), received_GL.sum(1))).tolist()
-        exchange = _Exchange(self._group, sizes[: self.degree], sizes[self.degree :])
+        exchange = _Exchange(self._group, *self._sizes(rows_TD, counts_EL, received_GL))
         departed = _Depart.apply(rows_TD, exchange)  # type: ignore[no-untyped-call]
         order_R, back_R = _order_by_expert(received_GL, sum(exchange.received))
         return _Travelling(exchange, departed, received_GL.sum(0), order_R, back_R)
+
+    def _sizes(self, rows_TD: Tensor, counts_EL: Tensor, received_GL: Tensor) -> tuple[list[int], list[int]]:
+        """How many rows go to the ranks of each expert, and come from each rank: the one read on the host."""
+        del rows_TD
+        sizes = torch.cat((counts_EL.sum(1), received_GL.sum(1))).tolist()
+        return sizes[: self.degree], sizes[self.degree :]
 
     def combine(self, out_TD: Tensor, sent: Sent) -> Tensor:
         """Sends results home; the partial ones of an expert's ranks are summed in float32."""

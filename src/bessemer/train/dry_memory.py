@@ -1,0 +1,198 @@
+"""Bytes that one rank of a job holds, counted on tensors without data.
+
+State is counted on the parameters and moments that the rank would have. Activations are counted by running a
+micro-batch through each stage on the meta device: what is alive between its passes, and the most that is alive during
+them. The rank's own program of passes and transfers then says how much of that meets.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bessemer.core.job import Job
+from bessemer.models.canonical import local, pieces
+from bessemer.models.decoder import Decoder
+from bessemer.ops.deferred import put_off_weight_gradients
+from bessemer.parallel.mesh import Mesh
+from bessemer.parallel.program import Step
+from bessemer.train.optim import Optimizer
+
+__all__ = ["StageBytes", "peak_bytes", "stage_bytes", "state_bytes"]
+
+
+def state_bytes(job: Job, module: nn.Module, mesh: Mesh) -> dict[str, int]:
+    """Bytes by line of what a rank holds for the whole run; `module` is sharded and may be on the meta device.
+
+    weights, optimizer: this rank's share.  gradients: with the copy that is summed over other ranks, and whole ones
+    where FSDP scatters them only at the end of a step.  gathered: what FSDP holds whole of other ranks' shares.
+    """
+    params = dict(module.named_parameters())
+    trained = {name: p for name, p in params.items() if p.requires_grad}
+    experts = {piece.param for piece in pieces(module) if piece.expert}
+    summed = 0
+    for name, param in trained.items():
+        group = mesh.group("expert_data" if name in experts else "data")
+        if not isinstance(param, DTensor) and (group is not None or mesh.group("replica") is not None):
+            summed += param.nbytes
+    whole = 0
+    if _gradients_stay_whole(job, mesh):
+        whole = sum(p.nbytes for p in trained.values() if isinstance(p, DTensor))
+    state = Optimizer(module, job.train, mesh).state_tensors()
+    return {
+        "weights": _local_bytes(params.values()),
+        "gradients": _local_bytes(trained.values()) + summed + whole,
+        "optimizer": sum(_local_bytes(tensors.values()) for tensors in state.values()),
+        "gathered": _gathered_bytes(module, job.layout.dp_shard),
+    }
+
+
+def _gradients_stay_whole(job: Job, mesh: Mesh) -> bool:
+    """Whether FSDP adds up several backward passes before it scatters (`parallel/data.py`)."""
+    if mesh.sizes["pp"] > 1:
+        return True
+    several = job.train.global_batch > job.unit * job.replicas
+    return several and job.layout.dp_shard == "optimizer"
+
+
+def _local_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def _gathered_bytes(module: nn.Module, kind: str) -> int:
+    """Of all blocks; if they are dropped after use, of the embedding and head, which stay for a whole pass, of the
+    largest block and of the next one on its way."""
+    if not isinstance(module, FSDPModule):
+        return 0
+    blocks = [_sharded_bytes(block) for block in (*module.blocks.values(), *module.mtp)]
+    root = _sharded_bytes(module) - sum(blocks)
+    return root + sum(blocks if kind != "full" else sorted(blocks)[-2:])
+
+
+def _sharded_bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters() if isinstance(p, DTensor))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operators have made inside and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def from_here(self) -> int:
+        """Bytes alive now; `peak` starts from them."""
+        self.peak = self.now
+        return self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            self._note(tensor, made=False)
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            self._note(tensor, made=True)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _note(self, tensor: Any, *, made: bool) -> None:
+        if not isinstance(tensor, Tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if made else 0
+        self.now += size
+
+        def gone(_: object) -> None:
+            self.now -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, gone)
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """One micro-batch in one stage. `held`: alive from its forward to its backward pass, the input among it; `waiting`:
+    from the backward pass of inputs to that of weights, where they are apart. `during`: by pass the most of it that is
+    alive. `takes`, `gives`: the stream that comes in and that goes out; gradients of both come back."""
+
+    held: int
+    waiting: int
+    during: Mapping[str, int]
+    takes: int
+    gives: int
+
+
+def stage_bytes(module: Decoder, layers: range, tokens_BS: Tensor, *, split_backward: bool) -> StageBytes:
+    """Runs a micro-batch through `layers` of a module on the meta device, forward and backward."""
+    for param in module.parameters():
+        param.grad = torch.empty_like(param) if param.requires_grad else None
+    with LiveBytes() as live:
+        _passes(module, layers, tokens_BS, live, split_backward=split_backward)  # makes what stays: rotation tables
+        return _passes(module, layers, tokens_BS, live, split_backward=split_backward)
+
+
+def _passes(module: Decoder, layers: range, tokens_BS: Tensor, live: LiveBytes, *, split_backward: bool) -> StageBytes:
+    begins, ends = layers.start == 0, layers.stop == module.spec.num_layers
+    shape = stream_shape(module, *tokens_BS.shape)
+    start = live.from_here()
+    x = None if begins else torch.empty(shape, device="meta", requires_grad=True)
+    with put_off_weight_gradients() if split_backward else nullcontext() as queue:
+        out = module(tokens_BS, tokens_BS, layers=layers, stream_BSD=x)[0]
+        during = {"F": live.peak - start}
+        root: Any = out if ends else get_gradient_edge(out)
+        del out
+        held = live.from_here() - start
+        torch.autograd.backward(root, None if ends else torch.empty(shape, device="meta"))
+        del root
+        during["B" if queue is None else "I"] = live.peak - start
+        work = None if queue is None else queue.take()
+    del x
+    waiting = live.from_here() - start
+    if work is not None:
+        work.run()
+        during["W"] = live.peak - start
+    stream = torch.empty(shape, device="meta").nbytes
+    return StageBytes(held, waiting, during, 0 if begins else stream, 0 if ends else stream)
+
+
+def stream_shape(module: Decoder, batch: int, seq: int) -> tuple[int, int, int]:
+    """Of the stream as a rank holds it."""
+    seq //= module.split.context.degree
+    if module.split.tensor.sequence_parallel:
+        seq //= module.split.tensor.degree
+    return batch, seq, module.spec.hidden_size
+
+
+def peak_bytes(program: Sequence[Step], stages: Mapping[int, StageBytes]) -> tuple[int, int]:
+    """(the most that waits for backward passes at one time, the most that is alive at one time) on a rank that runs
+    `program`."""
+    waiting = streams = most_waiting = most = 0
+    stream = max(max(one.takes, one.gives) for one in stages.values())
+    for do, stage, _, transfer in program:
+        if transfer is not None:
+            streams += {"receive": stream, "sent": -stream}.get(do, 0)
+        elif do != "complete":
+            one = stages[stage]
+            before = {"F": 0, "W": one.waiting}.get(do, one.held)
+            after = {"F": one.held, "W": 0}.get(do, one.waiting)
+            taken, given = {"F": (one.takes, one.gives), "W": (0, 0)}.get(do, (one.gives, one.takes))
+            most = max(most, waiting - before + streams - taken + one.during[do])
+            waiting += after - before
+            streams += given - taken
+        most_waiting, most = max(most_waiting, waiting), max(most, waiting + streams)
+    assert waiting == streams == 0, "a pass or a transfer of the program has no counterpart"
+    return most_waiting, most
