@@ -1,4 +1,4 @@
-"""The experts' load: summed with the step, reported, and evened out by the selection bias."""
+"""The experts' load: summed with the step, reported, and answered by the selection bias."""
 
 import pytest
 import torch
@@ -8,38 +8,6 @@ from train.toy import DEEPSEEK, MODELS, run_steps, toy_batch, toy_job, toy_parts
 from bessemer.models.canonical import Piece
 from bessemer.train.balance import imbalance, move_selection_biases
 from bessemer.train.optim import Muon
-
-SIXTEEN = DEEPSEEK | {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "first_k_dense_replace": 0,
-    "n_routed_experts": 16,
-    "moe_intermediate_size": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "aux_loss_alpha": 0.0,
-    "num_nextn_predict_layers": 0,
-}
-SAMPLES = 48  # 96 x 2 choices an expert and step: by chance alone the largest load is about 1.15 of the mean
-
-
-def imbalance_over(steps: int, rate: float) -> list[float]:
-    """The imbalance of each step of a training run of sixteen experts in one layer."""
-    train = {"steps": 300, "lr": 0.002, "global_batch": SAMPLES, "micro_batch": SAMPLES}
-    parts = toy_parts(toy_job(model=SIXTEEN | {"router_bias_rate": rate}, train=train))
-    batches = [toy_batch(list(range(SAMPLES * i, SAMPLES * (i + 1)))) for i in range(4)]
-    results = [parts.step.run(step, iter([batches[step % 4]]), 1).experts for step in range(steps)]
-    assert all(r.dropped == 0 for r in results)
-    return [r.imbalance[0] for r in results]
-
-
-@pytest.mark.slow
-def test_the_bias_evens_out_sixteen_experts_well_within_300_steps():
-    moved, left = imbalance_over(90, 0.003), imbalance_over(20, 0.0)
-    assert moved[0] > 2 and max(moved[-10:]) < 1.3, moved
-    assert min(left) > 2, left
 
 
 def test_the_bias_moves_towards_the_mean_and_only_at_the_commit():
