@@ -321,7 +321,7 @@ class TensorParallel(TensorSplit):
         return _run(_SumGradients, x_BSD, self._ranks)
 
     def leave(self, x_BSD: Tensor) -> Tensor:
-        return self._leave(x_BSD if self.sequence_parallel else x_BSD.clone())
+        return self._leave(x_BSD if self.sequence_parallel else x_BSD.clone(memory_format=torch.contiguous_format))
 
     def _leave(self, x_BSD: Tensor) -> Tensor:
         """`leave` of a tensor that may be overwritten."""
