@@ -200,14 +200,6 @@ def _ulysses(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
         why = '"ulysses" swaps the sequence for heads inside attention'
         fix = one_of("layout.cp", _degrees(lambda d: heads % d == 0, layout.cp)) + ', or layout.cp_kind = "ring"'
         yield _problem("cp-heads", "cp", what, why=why, fix=fix)
-        return
-    kv = heads if spec.mla is not None else max(1, spec.num_kv_heads // layout.tp)
-    if kv % layout.cp and layout.cp % kv:
-        what = f"cp = {layout.cp} cannot share the {kv} key/value heads that a rank has under tp = {layout.tp}"
-        why = '"ulysses" gives each rank whole heads, or a head whole ranks'
-        fits = _degrees(lambda d: heads % d == 0 and (kv % d == 0 or d % kv == 0), layout.cp)
-        fix = one_of("layout.cp", fits) + ', or layout.cp_kind = "ring"'
-        yield _problem("cp-kv-heads", "cp", what, why=why, fix=fix)
 
 
 def _experts(job: Job, spec: ModelSpec) -> Iterator[Problem]:
