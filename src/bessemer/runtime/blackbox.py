@@ -213,10 +213,6 @@ class _Names:
 
     def operation(self, raw: bytes, slot: bytes) -> Operation:
         number, enqueue_s, order, taken, given, peer, group, operation, dtype, waits = ring.OPERATION.unpack(raw)
-        ending = _sealed(slot[ring.ENDING_AT :], ring.ENDING)
-        wait_s = finish_s = math.nan
-        if ending is not None and ring.ENDING.unpack(ending)[0] == number:
-            _, wait_s, finish_s = ring.ENDING.unpack(ending)
         dtype_name, item_bytes = self._dtypes.get(dtype, ("unlisted", 0))
         return Operation(
             number=number,
@@ -229,8 +225,8 @@ class _Names:
             given=given,
             peer=_known(peer),
             enqueue_s=enqueue_s,
-            wait_s=enqueue_s if waits else _happened(wait_s),
-            finish_s=_happened(finish_s),
+            wait_s=enqueue_s if waits else _ending(slot, ring.WAIT_AT, number),
+            finish_s=_ending(slot, ring.FINISH_AT, number),
         )
 
 
@@ -274,8 +270,13 @@ def _known(value: int) -> int | None:
     return None if value == ring.NONE else int(value)
 
 
-def _happened(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _ending(slot: bytes, at: int, number: int) -> float | None:
+    """When the host began to wait, or had waited; None if it hasn't."""
+    raw = slot[at : at + ring.ENDING.size]
+    if len(raw) < ring.ENDING.size:
+        return None
+    at_s, of = ring.ENDING.unpack(raw)
+    return float(at_s) if of == number else None
 
 
 def _unreadable(path: Path, why: str) -> BessemerError:

@@ -13,18 +13,18 @@ is slow, the kernel can hold up a store while it writes the page back; a path in
 from __future__ import annotations
 
 import itertools
-import math
 import mmap
 import os
 import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bessemer.runtime import ring
+from bessemer.runtime.ring import FINISH_AT, MARK_BYTES, OPERATION_BYTES, WAIT_AT
 
 __all__ = ["Channel", "Lane", "Recorder", "UNLISTED"]
 
@@ -34,8 +34,9 @@ UNLISTED = 0xFFFF
 
 _pack_mark, _seal_mark = ring.MARK.pack, ring.SEALED_MARK.pack_into
 _pack_operation, _seal_operation = ring.OPERATION.pack, ring.SEALED_OPERATION.pack_into
-_pack_ending, _seal_ending = ring.ENDING.pack, ring.SEALED_ENDING.pack_into
+_store_ending = ring.ENDING.pack_into
 _crc32 = zlib.crc32
+_clock = time.perf_counter
 
 
 class Recorder:
@@ -56,7 +57,6 @@ class Recorder:
         num_operations: int = 1024,
     ) -> None:
         self.path = path
-        self.clock: Callable[[], float] = time.perf_counter
         self._lock = threading.Lock()  # of the table, which is written when something gets a name
         self._numbers: dict[tuple[str, str], int] = {}
         self._counts = {kind: itertools.count() for kind in ("phase", "lane", "dtype", "group")}
@@ -65,8 +65,8 @@ class Recorder:
         self._latest = 0
         self._num_marks, self._num_operations = num_marks, num_operations
         self._marks_at = ring.HEAD_BYTES + TABLE_BYTES
-        self._operations_at = self._marks_at + num_marks * ring.MARK_BYTES
-        size = self._operations_at + num_operations * ring.OPERATION_BYTES
+        self._operations_at = self._marks_at + num_marks * MARK_BYTES
+        size = self._operations_at + num_operations * OPERATION_BYTES
         first = ring.line(
             {
                 "rank": rank,
@@ -75,7 +75,7 @@ class Recorder:
                 "pid": os.getpid(),
                 "job": job_hash,
                 "wall_s": time.time(),
-                "clock_s": self.clock(),
+                "clock_s": _clock(),
             }
         )
         self._end = ring.HEAD_BYTES + len(first)  # of the table
@@ -140,21 +140,21 @@ class Lane:
     def mark(self, kind: int, phase: int, enclosing: int, depth: int, at_s: float) -> None:
         """Record that `phase` began or ended (`ring.BEGIN`, `ring.END`).
 
-        enclosing: the phase around it, or UNLISTED; depth: 1 for an outermost one; at_s: of the recorder's clock.
+        enclosing: the phase around it, or UNLISTED; depth: 1 for an outermost one; at_s: of `time.perf_counter`.
         """
         number = self._claim()
         body = _pack_mark(
             number, at_s, self.step, phase, kind, self._lane,
             self.micro_batch, self.stage, self.layer, enclosing, depth,
         )  # fmt: skip
-        _seal_mark(self._map, self._start + number % self._num_marks * ring.MARK_BYTES, body, _crc32(body))
+        _seal_mark(self._map, self._start + number % self._num_marks * MARK_BYTES, body, _crc32(body))
 
     def clocks(self) -> None:
         """Record what the wall clock shows now, so that ranks can be laid beside each other."""
         number = self._claim()
-        now_s, wall_s = self.recorder.clock(), time.time()
+        now_s, wall_s = _clock(), time.time()
         body = ring.PAIR.pack(number, now_s, self.step, UNLISTED, ring.CLOCK, self._lane, wall_s, UNLISTED, 0)
-        _seal_mark(self._map, self._start + number % self._num_marks * ring.MARK_BYTES, body, _crc32(body))
+        _seal_mark(self._map, self._start + number % self._num_marks * MARK_BYTES, body, _crc32(body))
 
 
 class Channel:
@@ -182,28 +182,23 @@ class Channel:
         recorder = self._recorder
         number = recorder._latest = recorder._claim_operation()
         body = _pack_operation(
-            number, recorder.clock(), order, taken, given, peer, self._group, operation, dtype, waits
+            number, _clock(), order, taken, given, peer, self._group, operation, dtype, waits
         )  # fmt: skip
-        at = self._start + number % self._num_operations * ring.OPERATION_BYTES
+        at = self._start + number % self._num_operations * OPERATION_BYTES
         _seal_operation(self._map, at, body, _crc32(body))
         return number
 
-    def waiting(self, number: int) -> float:
-        """Record that the host starts to wait for operation `number`; returns when that was."""
-        now_s = self._recorder.clock()
-        self._ended(number, now_s, math.nan)
-        return now_s
+    def waiting(self, number: int) -> None:
+        """Record that the host starts to wait for operation `number`."""
+        if self._recorder._latest - number < self._num_operations:  # else the slot is a later operation's by now
+            at = self._start + number % self._num_operations * OPERATION_BYTES
+            _store_ending(self._map, at + WAIT_AT, _clock(), number)
 
-    def finished(self, number: int, wait_s: float = math.nan) -> None:
-        """Record that the host has waited for operation `number`, since `wait_s` (NaN: since it was enqueued)."""
-        self._ended(number, wait_s, self._recorder.clock())
-
-    def _ended(self, number: int, wait_s: float, finish_s: float) -> None:
-        if self._recorder._latest - number >= self._num_operations:
-            return  # the slot belongs to a later operation by now
-        body = _pack_ending(number, wait_s, finish_s)
-        at = self._start + number % self._num_operations * ring.OPERATION_BYTES + ring.ENDING_AT
-        _seal_ending(self._map, at, body, _crc32(body))
+    def finished(self, number: int) -> None:
+        """Record that the host has waited for operation `number`."""
+        if self._recorder._latest - number < self._num_operations:
+            at = self._start + number % self._num_operations * OPERATION_BYTES
+            _store_ending(self._map, at + FINISH_AT, _clock(), number)
 
 
 def _mapped(path: Path, content: bytes) -> mmap.mmap:

@@ -8,6 +8,7 @@
 
 Record n of a ring lies at slot n modulo the number of slots and carries n and a CRC32 of its fields. What a killed
 process left half written, or what is being overwritten while it is read, fails one of the two and counts as torn.
+The end of an operation, written later beside it, is sealed by n alone.
 All times are seconds as float64; those of records are of the rank's monotonic clock.
 """
 
@@ -24,7 +25,7 @@ __all__ = [
     "CLOCK",
     "END",
     "ENDING",
-    "ENDING_AT",
+    "FINISH_AT",
     "HEAD",
     "HEAD_BYTES",
     "MAGIC",
@@ -35,9 +36,9 @@ __all__ = [
     "OPERATIONS",
     "OPERATION_BYTES",
     "PAIR",
-    "SEALED_ENDING",
     "SEALED_MARK",
     "SEALED_OPERATION",
+    "WAIT_AT",
     "line",
     "lines",
     "ranges",
@@ -48,9 +49,9 @@ MAGIC = b"BESSBOX1"
 HEAD = struct.Struct("<8sIIII")  # magic, bytes of the table, slots for marks, slots for operations, CRC of these
 HEAD_BYTES = 64
 
-MARK = struct.Struct("<QdiHBBihhHB")
+MARK = struct.Struct("<QdiHBHihhHB")
 """number, at_s, step, phase, kind, lane, micro-batch, stage, layer, enclosing phase, depth."""
-PAIR = struct.Struct("<QdiHBBdHB")
+PAIR = struct.Struct("<QdiHBHdHB")
 """The same for kind CLOCK, with the wall clock in place of micro-batch, stage and layer."""
 SEALED_MARK = struct.Struct(f"<{MARK.size}sI")
 MARK_BYTES = 64
@@ -58,14 +59,14 @@ BEGIN, END, CLOCK = 1, 2, 3
 NONE = -1
 """A step, micro-batch, stage, layer or peer that isn't known; a phase that isn't is 0xFFFF."""
 
-OPERATION = struct.Struct("<QdqqqiHBBB")
+OPERATION = struct.Struct("<QdqqqiHBHB")
 """number, enqueue_s, place in the order of its group, elements taken and given, peer, group, operation, element type,
 1 if the host waits from the start."""
 SEALED_OPERATION = struct.Struct(f"<{OPERATION.size}sI")
-ENDING = struct.Struct("<Qdd")
-"""number, wait_s, finish_s; NaN for what hasn't happened."""
-SEALED_ENDING = struct.Struct(f"<{ENDING.size}sI")
-ENDING_AT = 64
+ENDING = struct.Struct("<dQ")
+"""A time, then the operation's number: stored in this order, so that the number seals the time. One for the start of
+the host's waiting, one for the end."""
+WAIT_AT, FINISH_AT = 64, 80
 OPERATION_BYTES = 128
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")

@@ -1,0 +1,1 @@
+"""Communication between ranks: torch's operations, marked and counted."""
