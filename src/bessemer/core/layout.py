@@ -38,6 +38,7 @@ class Layout(Frozen):
     etp: int = Field(default=1, ge=1, le=MAX_DEGREE)
     dp_shard: Literal["none", "optimizer", "gradient", "full"] = "none"
     sequence_parallel: bool = False
+    tp_chunks: int = Field(default=1, ge=1, le=MAX_DEGREE)  # of the sequence, to send one under another's product
     cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"
     schedule: str = "1f1b"
     virtual_stages: int = Field(default=1, ge=1, le=MAX_DEGREE)

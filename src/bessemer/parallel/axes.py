@@ -24,9 +24,13 @@ def _tensor(job: Job, spec: ModelSpec, mesh: Mesh) -> TensorSplit:
     group = mesh.group("tensor")
     if group is None:
         return TensorSplit()
-    sequence = job.layout.sequence_parallel
     return TensorParallel(
-        group, mesh.sizes["tp"], mesh.at("tp"), sequence_parallel=sequence, vocab_size=spec.vocab_size
+        group,
+        mesh.sizes["tp"],
+        mesh.at("tp"),
+        sequence_parallel=job.layout.sequence_parallel,
+        vocab_size=spec.vocab_size,
+        chunks=job.layout.tp_chunks,
     )
 
 

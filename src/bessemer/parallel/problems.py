@@ -46,6 +46,7 @@ def _ignored(layout: Layout) -> Iterator[Problem]:
     cases = [
         *((name, layout.pp, "pp", 1, f"it {verb} the stages of a pipeline") for name, verb in staged),
         ("cp_kind", layout.cp, "cp", 1, "it says how the ranks of one sequence exchange keys and values"),
+        ("tp_chunks", layout.tp, "tp", 1, "it sends pieces of what tensor-parallel ranks exchange"),
         ("sequence_parallel", layout.tp, "tp", 1, "it shares out the activations that tensor parallelism replicates"),
     ]
     for name, degree, axis, idle, why in cases:
@@ -131,6 +132,12 @@ def _sequence(job: Job, spec: ModelSpec | None) -> Iterator[Problem]:
         elif spec is None or spec.moe is None:
             fix += ", or layout.sequence_parallel = false"
         yield _problem("sp-sequence", where, what, why=why, fix=fix)
+    own = seq_len // (layout.cp * (layout.tp if layout.sequence_parallel else 1))
+    if layout.tp > 1 and layout.tp_chunks > 1 and own % layout.tp_chunks:
+        what = f"tp_chunks = {layout.tp_chunks} cannot cut the {own} tokens of a rank into equal pieces"
+        fits = _degrees(lambda d: own % d == 0, layout.tp_chunks)
+        why = "the exchange of one piece runs under the product of the next"
+        yield _problem("tp-chunks", "tp_chunks", what, why=why, fix=one_of("layout.tp_chunks", fits))
 
 
 def _multiples_near(number: int, unit: int) -> list[int]:

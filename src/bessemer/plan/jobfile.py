@@ -10,7 +10,7 @@ from bessemer.plan.figures import Priced
 
 __all__ = ["job_text"]
 
-_BESIDE = ("tp_overlap", "graph", "offload_optimizer", "offload_activations", "recompute_layers")
+_BESIDE = ("graph", "offload_optimizer", "offload_activations", "recompute_layers")
 """Choices that no field of a job has: they are named in a comment."""
 
 
@@ -20,8 +20,6 @@ def job_text(priced: Priced, index: int, model: str, name: str) -> str:
     request, row = priced.request, priced.layouts.row(index)
     layout = priced.layouts.layout(index, request.spec.num_layers).model_dump(exclude_defaults=True)
     source: dict[str, Any] = {"preset" if model in PRESETS else "hf": model}
-    if request.spec.vocab_size % int(row["tp"]):
-        source["vocab_size"] = request.padded.vocab_size
     if request.seq_len > request.spec.max_positions:
         source["max_position_embeddings"] = request.seq_len
     train = {"global_batch": request.global_batch, "micro_batch": row["micro_batch"]}
@@ -46,10 +44,6 @@ def job_text(priced: Priced, index: int, model: str, name: str) -> str:
     memory = float(priced.prices.memory_bytes[index]) / 2**30
     head = [
         f"# Planned (modelled): {seconds:.4g} s a step, {low:.4g} to {high:.4g}; {memory:.4g} GiB a device.",
-        *(
-            f"# Beside the layout: {k} = {row[k]}"
-            for k in _BESIDE
-            if row[k] and (k != "tp_overlap" or int(row["tp"]) > 1)
-        ),
+        *(f"# Beside the layout: {k} = {row[k]}" for k in _BESIDE if row[k]),
     ]
     return "\n".join([*head, toml_text(job)])

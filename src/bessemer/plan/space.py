@@ -23,6 +23,8 @@ __all__ = ["CP_KINDS", "DP_SHARDS", "Layouts"]
 
 DP_SHARDS = ("none", "optimizer", "gradient", "full")
 CP_KINDS = ("ring", "allgather", "ulysses")
+TP_CHUNKS = 4
+"""Pieces that a written job cuts a sequence into where tensor-parallel exchanges are to run under products."""
 _NAMES = {
     "schedule": tuple(SCHEDULES),
     "dp_shard": DP_SHARDS,
@@ -101,6 +103,7 @@ class Layouts:
             "schedule": layout.schedule,
             "dp_shard": layout.dp_shard,
             "sequence_parallel": int(layout.sequence_parallel),
+            "tp_overlap": int(layout.tp_chunks > 1),
             "first_layers": stages[0] if stages else 0,
             "last_layers": stages[-1] if stages else 0,
         }
@@ -137,7 +140,9 @@ class Layouts:
         keys = ("dp", "tp", "pp", "cp", "ep", "etp", "virtual_stages", "schedule", "dp_shard", "cp_kind")
         stages = spelled_stages(num_layers, int(row["pp"]), int(row["first_layers"]), int(row["last_layers"]))
         picked: Mapping[str, Any] = {k: row[k] for k in keys}
-        return Layout(**picked, sequence_parallel=bool(row["sequence_parallel"]), stage_layers=stages)
+        chunks = TP_CHUNKS if row["tp_overlap"] and int(row["tp"]) > 1 else 1
+        sequence = bool(row["sequence_parallel"])
+        return Layout(**picked, sequence_parallel=sequence, tp_chunks=chunks, stage_layers=stages)
 
 
 def _ids(column: str, value: Any) -> Any:
