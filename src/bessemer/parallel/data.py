@@ -9,6 +9,7 @@ last unit. Nothing here divides: gradients are sums of per-token terms, normalis
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -171,6 +172,18 @@ def shard(module: nn.Module, mesh: Mesh, kind: str) -> None:
     data_mesh = mesh.device_mesh("data")
     for block in (*module.blocks.values(), *module.mtp, module):
         fully_shard(block, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=alone)
+    if reshard:
+        _gather_ahead(module)
+
+
+def _gather_ahead(module: nn.Module) -> None:
+    """Each block's parameters are on their way while the block before it computes, forward and backward; not across
+    the ends of a pipeline stage, where the next pass of this rank may be another stage's."""
+    layers: tuple[int, ...] = module.layers  # type: ignore[assignment]
+    for before, after in itertools.pairwise(layers):
+        if after == before + 1:
+            module.block(before).set_modules_to_forward_prefetch([module.block(after)])
+            module.block(after).set_modules_to_backward_prefetch([module.block(before)])
 
 
 class Sharded:
