@@ -43,6 +43,10 @@ def step_with_a_fault(rank: int, world: int, job: Job, guilty: int, fault: str) 
         ({"dp": 2}, "gradient", "gradient of blocks.0.attn.o.weight"),
         ({"dp": 2, "dp_shard": "full"}, "parameter", "parameter blocks.1.mlp.down.weight"),
         ({"dp": 2, "dp_shard": "full"}, "activation", "output of blocks.1"),
+        ({"tp": 2}, "parameter", "parameter blocks.1.mlp.down.weight"),
+        ({"tp": 2, "sequence_parallel": True}, "activation", "output of blocks.1"),
+        ({"cp": 2}, "activation", "output of blocks.1"),
+        ({"cp": 2}, "gradient", "gradient of blocks.0.attn.o.weight"),
     ],
 )
 @pytest.mark.parametrize("guilty", [0, 1])
@@ -55,6 +59,21 @@ def test_the_guilty_rank_and_its_first_bad_tensor_are_named_everywhere(
         assert (found["rank"], found["step"]) == (guilty, 3)
         expected = ["blocks.1.mlp.down.weight"] if fault == "parameter" and rank == guilty else []
         assert found["changed"] == expected, "something was updated"
+
+
+@pytest.mark.parametrize(
+    ("fault", "named", "guilty"),
+    [
+        ("parameter", "parameter blocks.1.mlp.down.weight", 1),
+        ("activation", "output of blocks.1", 1),
+        ("gradient", "gradient of blocks.0.attn.o.weight", 0),
+    ],
+)
+def test_the_guilty_stage_of_a_pipeline_is_named_everywhere(fault: str, named: str, guilty: int) -> None:
+    job = toy_job(layout={"pp": 2}, train={"global_batch": 8})
+    for found in run_ranks(2, step_with_a_fault, job, guilty, fault):
+        assert named in found["text"], found
+        assert (found["rank"], found["step"]) == (guilty, 3)
 
 
 def test_no_counted_token_at_all_is_said() -> None:

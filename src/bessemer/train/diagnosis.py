@@ -16,18 +16,21 @@ from bessemer.train.passes import Batch, Contribution, Passes
 
 __all__ = ["stop_non_finite"]
 
+_LATEST = 1 << 40
+"""Above any number of submodules that a forward pass runs."""
+
 
 def stop_non_finite(
     job: Job, mesh: Mesh, parallel: DataParallel, passes: Passes, step: int, mine: Contribution
 ) -> None:
     """Raise `NonFinite` on every rank, naming the guilty rank and its first bad tensor. `step` counts from 0.
 
-    A bad parameter explains a bad activation, which explains a bad gradient; so the rank with the earliest cause
-    is named, the lowest one among equals.
+    A bad parameter explains a bad activation, which explains a bad gradient, and an activation spreads to the ranks
+    that compute later; so the rank with the earliest cause is named, the lowest one among equals.
     """
-    severity, text = _diagnose(parallel, passes, mine)
+    severity, order, text = _diagnose(parallel, passes, mine)
     ranks = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
-    ranks[mesh.rank] = severity
+    ranks[mesh.rank] = severity * _LATEST - order
     found = mesh.sum_over_world(ranks).tolist()
     guilty = found.index(max(found))
     text = mesh.broadcast_text(text, guilty)
@@ -40,24 +43,26 @@ def stop_non_finite(
     )
 
 
-def _diagnose(parallel: DataParallel, passes: Passes, mine: Contribution) -> tuple[int, str]:
-    """(severity, what is bad on this rank): 3 a parameter, 2 the forward pass, 1 a gradient, 0 nothing here."""
+def _diagnose(parallel: DataParallel, passes: Passes, mine: Contribution) -> tuple[int, int, str]:
+    """(severity, how far into the forward pass, what is bad on this rank): 4 a parameter, 3 the forward pass,
+    2 a gradient, 1 nothing here."""
     module = parallel.module
     parameter = _first_bad((n, local(p.detach())) for n, p in module.named_parameters())
     # every rank runs this, also a clean one: a forward pass may be collective
     outputs = [bad for batch in mine.batches if (bad := _first_bad_output(passes, batch))]
     if parameter is not None:
-        return 3, f"parameter {parameter} is not finite"
+        return 4, 0, f"parameter {parameter} is not finite"
     if passes.knows_loss and float(mine.weight_sum) == 0:
-        return 2, "no token of this rank's samples counts towards the loss"
+        return 3, 0, "no token of this rank's samples counts towards the loss"
     if outputs:
-        return 2, f"the output of {outputs[0]} is not finite"
+        order, name = outputs[0]
+        return 3, order, f"the output of {name} is not finite"
     kept = parallel.local_gradients()
     gradient = _first_bad((n, kept.get(p)) for n, p in module.named_parameters())
     if gradient is not None:
-        return 1, f"the gradient of {gradient} is not finite"
+        return 2, 0, f"the gradient of {gradient} is not finite"
     summed = _first_bad((n, local(p.grad)) for n, p in module.named_parameters() if p.grad is not None)
-    return 0, f"the summed gradient of {summed} is not finite" if summed else "the summed loss is not finite"
+    return 1, 0, f"the summed gradient of {summed} is not finite" if summed else "the summed loss is not finite"
 
 
 def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
@@ -67,15 +72,19 @@ def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
     return None
 
 
-def _first_bad_output(passes: Passes, batch: Batch) -> str | None:
-    """Run `batch` forward again and name the first submodule, in order of completion, with a non-finite output."""
-    found: list[str] = []
+def _first_bad_output(passes: Passes, batch: Batch) -> tuple[int, str] | None:
+    """Run `batch` forward again; (how many submodules of the model were done before, name) of the first one, in order
+    of completion, with a non-finite output. The stages of a pipeline before this one count as done."""
+    found: list[tuple[int, str]] = []
+    done = passes.mesh.at("pp") * (_LATEST // passes.mesh.sizes["pp"])
 
     def watch(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
+            nonlocal done
             tensors = output if isinstance(output, tuple) else (output,)
             if not found and any(isinstance(t, torch.Tensor) and not bool(torch.isfinite(t).all()) for t in tensors):
-                found.append(name)
+                found.append((done, name))
+            done += 1
 
         return hook
 
