@@ -18,6 +18,7 @@ from torch import Tensor
 from bessemer.ops import native
 from bessemer.ops.attention_blocks import Block, as_wide, filled, run_backward, run_forward
 from bessemer.ops.registry import native_fits, register
+from bessemer.ops.tracing import made_again, traced
 
 __all__ = ["Heads", "attend", "attend_masked", "first_keys", "split_heads"]
 
@@ -161,9 +162,15 @@ def _attend_reference(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, starts_BS:
     if starts_BS is None:
         out = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
-    at_S = torch.arange(q_BHSE.shape[2], device=q_BHSE.device)
+    return attend_masked(q_BHSE, k_BKSE, v_BKSE, made_again(_seen, starts_BS, q_BHSE.dtype)[:, None])
+
+
+def _seen(starts_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, S, S]: which keys (last) each query sees. While tracing, what is added to the scores: torch turns booleans
+    into that, and the compiler would keep it."""
+    at_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
     mask_BSS = (at_S[None, None, :] <= at_S[None, :, None]) & (at_S[None, None, :] >= starts_BS[:, :, None])
-    return attend_masked(q_BHSE, k_BKSE, v_BKSE, mask_BSS[:, None])
+    return torch.where(mask_BSS, 0.0, -torch.inf).to(dtype) if traced() else mask_BSS
 
 
 def attend_masked(q_BHSE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, mask: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bessemer.ops.deferred import putting_off, weight_gradient
 from bessemer.ops.registry import native_fits
+from bessemer.ops.tracing import made_again, traced
 from bessemer.runtime.kernels import native_kernel
 
 __all__ = ["linear", "product"]
@@ -71,9 +72,16 @@ def product(a_TI: Tensor, b_IO: Tensor, out: Tensor | None = None) -> Tensor:
     return made if out is None else out.copy_(made)
 
 
+def _converted(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype)
+
+
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x W^T + b with the product in `dtype`; gradients come back in the types of the arguments."""
     x_TI = x_TI.to(dtype)
+    if traced():
+        low_OI = weight_OI if weight_OI.dtype == dtype else made_again(_converted, weight_OI, dtype)
+        return F.linear(x_TI, low_OI, None if bias_O is None else bias_O.to(dtype))
     own = putting_off() or (dtype == torch.float32 and native_fits(x_TI, weight_OI))
     if weight_OI.dtype == dtype and not own:
         return F.linear(x_TI, weight_OI, None if bias_O is None else bias_O.to(dtype))

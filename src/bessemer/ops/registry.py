@@ -4,7 +4,7 @@
     ops.paths()                         # {"add_norm": "native", ...}: what this process would take on the CPU
 
 The native kernels are taken for CPU tensors whenever they could be compiled, and on the meta device, where they only
-make shapes; everything else (a GPU, tensor subclasses) takes the reference.
+make shapes; everything else (a GPU, tensor subclasses, a block that torch.compile traces) takes the reference.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from bessemer.ops import native
+from bessemer.ops.tracing import traced
 
 __all__ = ["Path", "native_fits", "paths", "register", "use"]
 
@@ -58,7 +59,9 @@ def native_fits(*tensors: torch.Tensor | None) -> bool:
 
 def _native_on(x: torch.Tensor | None = None) -> bool:
     """`x`: the meta device needs no compiled kernels to tell what they would make."""
-    return _wanted != "reference" and ((x is not None and x.device.type == "meta") or native.library() is not None)
+    if _wanted == "reference" or traced():
+        return False
+    return (x is not None and x.device.type == "meta") or native.library() is not None
 
 
 @contextmanager

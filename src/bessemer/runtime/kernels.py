@@ -7,8 +7,8 @@
 
 A path is the data type of the operands as they are multiplied, named as in `core.machine.DTYPES`. Counted are matrix
 products and attention; everything else is memory-bound and belongs to node efficiency. A kernel that doesn't go through
-torch's dispatcher (called through ctypes) is counted where its caller says so with `native_kernel`; one inside a
-compiled graph isn't seen.
+torch's dispatcher (called through ctypes) is counted where its caller says so with `native_kernel`. Of a compiled graph
+the calls of torch's operators are seen, products and attention among them; what the compiler wrote itself isn't.
 
 What is counted, so that the sum agrees with three times the forward FLOPs of `core.counts`:
 * a product [m, k] @ [k, n] has 2 m k n FLOPs;
@@ -96,6 +96,11 @@ class KernelSample(TorchDispatchMode):
         super().__init__()
         self._timer: _Timer = _HostTimer(clock) if device is None or device.type == "cpu" else _EventTimer(device)
         self.totals: dict[tuple[str, str], KernelTotal] = {}  # by (operator, path)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled graph runs as it does without a sample, and the products and attention that it calls are seen."""
+        return True
 
     @property
     def flops(self) -> dict[str, float]:
