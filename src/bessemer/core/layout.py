@@ -42,7 +42,7 @@ class Layout(Frozen):
     cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"
     schedule: str = "1f1b"
     virtual_stages: int = Field(default=1, ge=1, le=MAX_DEGREE)
-    # layers of each stage in order; empty: as even as possible
+    # layers of each stage in order; empty: see `core.stages.stage_ranges`
     stage_layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
 
     @property
