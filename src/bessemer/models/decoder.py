@@ -21,8 +21,9 @@ from bessemer.core.model import ModelSpec
 from bessemer.models.mla import LatentAttention
 from bessemer.models.moe import MixtureOfExperts
 from bessemer.models.mtp import Prediction, ahead
-from bessemer.models.parts import Attention, Cache, Compute, FeedForward, Norm, Projection, Saving, Visible
+from bessemer.models.parts import Attention, Cache, Compute, FeedForward, Norm, Projection, Visible
 from bessemer.models.rope import Rope
+from bessemer.models.saving import Saving
 from bessemer.models.split import Split
 
 __all__ = ["Block", "Cache", "Decoder"]

@@ -6,32 +6,18 @@ L positions in a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bessemer import ops
 from bessemer.core.model import ModelSpec
+from bessemer.models.saving import Saving
 from bessemer.models.split import Split
 
-__all__ = [
-    "Attention",
-    "Cache",
-    "Compute",
-    "FeedForward",
-    "HeadNorm",
-    "Norm",
-    "Part",
-    "Projection",
-    "Saving",
-    "Visible",
-]
-
-T = TypeVar("T")
+__all__ = ["Attention", "Cache", "Compute", "FeedForward", "HeadNorm", "Norm", "Part", "Projection", "Visible"]
 
 
 class Cache(Protocol):
@@ -49,26 +35,6 @@ class Cache(Protocol):
     def attend(self, layer: int, window: int | None, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         """Stores k and v at the positions and returns [B, S, H, E]."""
         ...
-
-
-class Saving:
-    """What a block keeps from its forward pass for the backward pass: here all that autograd saves. The recompute of
-    `bessemer.parallel` derives from it."""
-
-    def layer(self, layer: int) -> AbstractContextManager[None]:
-        """Around the forward pass of the block of a layer."""
-        del layer
-        return nullcontext()
-
-    def part(self, name: str, run: Callable[..., T], *inputs: Any) -> T:
-        """run(*inputs): a tensor or a tuple of them, the part `name` of a block (`core.recompute.PARTS`).
-
-        What the part saves and what it returns may be dropped after the forward pass, and be made again in the
-        backward pass by the same call. So `run` depends on its inputs, on parameters and on nothing else that changes
-        in between, and all ranks call the parts of a layer alike: a part may hold exchanges.
-        """
-        del name
-        return run(*inputs)
 
 
 @dataclass
