@@ -16,6 +16,7 @@ import re
 import zlib
 from bisect import bisect
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -107,9 +108,7 @@ class Blackbox:
         """The phases that began and didn't end, outermost first. One that began before the oldest mark that is left
         has the time NaN."""
         stack: list[Mark] = []
-        for mark in self.marks:
-            if mark.lane != lane:
-                continue
+        for mark in self._by_lane.get(lane, []):
             del stack[mark.depth - 1 :]
             while len(stack) < mark.depth - 1:
                 nearest = len(stack) == mark.depth - 2
@@ -125,9 +124,16 @@ class Blackbox:
 
     def during(self, operation: Operation, lane: str = "step") -> Mark | None:
         """The mark before an operation, which tells its phase and place; None if it was overwritten."""
-        marks = [mark for mark in self.marks if mark.lane == lane]
+        marks = self._by_lane.get(lane, [])
         before = bisect(marks, operation.enqueue_s, key=lambda mark: mark.at_s)
         return marks[before - 1] if before else None
+
+    @cached_property
+    def _by_lane(self) -> dict[str, list[Mark]]:
+        lanes: dict[str, list[Mark]] = {}
+        for mark in self.marks:
+            lanes.setdefault(mark.lane, []).append(mark)
+        return lanes
 
 
 def read_blackbox(path: Path) -> Blackbox:

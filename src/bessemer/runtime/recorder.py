@@ -6,8 +6,9 @@
 
 The file is mapped into memory (`ring.py` has its form): a record is stored by one call, without a lock, and is the
 kernel's from then on, so that it outlives `kill -9`. Any thread may write: a slot is claimed by counting, which is
-atomic. Nothing is forced to the disk, so the last half minute doesn't outlive the host. Where the run folder's disk
-is slow, the kernel can hold up a store while it writes the page back; a path in memory (tmpfs) has no such delay.
+atomic. A forked child must not, since it counts on its own. Nothing is forced to the disk, so the last half minute
+doesn't outlive the host. Where the run folder's disk is slow, the kernel can hold up a store while it writes the page
+back; a path in memory (tmpfs) has no such delay.
 """
 
 from __future__ import annotations
