@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field
 from bessemer.core.layout import Layout
 from bessemer.core.model import Frozen
 from bessemer.core.paths import user_path
+from bessemer.core.recompute import PartName
 
 __all__ = [
     "Corpus",
@@ -106,7 +107,10 @@ class TrainSection(Frozen):
     eval_every: int = Field(default=0, ge=0)  # steps; 0: only at the end
     eval_sequences: int = Field(default=64, gt=0)
     compile: Literal["none", "inductor", "aot_eager"] = "none"  # torch.compile's backend for the blocks
-    recompute: Literal["none"] = "none"
+    recompute: Literal["none", "full", "block", "mlp", "selective", "ops", "fine", "budget"] = "none"
+    recompute_layers: int | None = Field(default=None, gt=0)  # block: of each pipeline rank, the first ones
+    recompute_modules: tuple[PartName, ...] | None = None  # fine: the parts of a layer; default: see `FINE`
+    recompute_gb: float | None = Field(default=None, gt=0)  # budget: 10^9 bytes of a rank for what blocks keep
 
     @property
     def warmup(self) -> int:
@@ -219,6 +223,9 @@ class Job(Frozen):
             ("train", "eval_sequences"),
             ("train", "compile"),
             ("train", "recompute"),
+            ("train", "recompute_layers"),
+            ("train", "recompute_modules"),
+            ("train", "recompute_gb"),
         ):
             kept[section].pop(key)
         kept["train"]["warmup_steps"] = self.train.warmup  # a default that is written out changes nothing
