@@ -1,6 +1,6 @@
 """Recompute: parts of a block are dropped after the forward pass and made again where the backward pass needs them.
 
-    applied = apply_recompute(module, job)      # after the module is built, before FSDP takes its blocks
+    applied = apply_recompute(module, job)      # once, any time before the first forward pass
     print(applied)                              # what is made again, what it saves and costs
 
 A part is a function of its inputs (`core.recompute.PARTS`), which the model calls through `Saving.part`. Autograd hands
@@ -29,9 +29,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bessemer.core.job import Job
+from bessemer.models.decoder import Decoder
 from bessemer.models.saving import Saving
+from bessemer.parallel.recompute_budget import Applied, applied_recompute
 
-__all__ = ["Recomputing"]
+__all__ = ["Recomputing", "apply_recompute"]
 
 T = TypeVar("T")
 
@@ -232,3 +235,17 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 def _begin_of(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
+
+
+def apply_recompute(module: Decoder, job: Job, rank: int = 0) -> Applied:
+    """Have the blocks of `module`, what pipeline rank `rank` holds, made again as `train.recompute` says.
+
+    Names and parameters stay as they are, so FSDP may have its blocks before or after. ValueError where a budget can't
+    be met, which `bessemer check` finds out before.
+    """
+    applied = applied_recompute(job, module.spec, rank)
+    if applied is None:
+        raise ValueError(f"train.recompute_gb = {job.train.recompute_gb} is less than the inputs of the blocks take")
+    if any(applied.parts.values()):
+        module.saving = Recomputing(applied.parts)
+    return applied

@@ -1,21 +1,34 @@
-"""Contradictions in batches, schedule and optimiser. No torch: `bessemer check` runs them before anything starts."""
+"""Contradictions in batches, schedule, optimiser and recompute. No torch: `bessemer check` runs them before anything
+starts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from bessemer.core.errors import ConfigError
 from bessemer.core.job import Job, TrainSection
 from bessemer.core.machine import Machine
 from bessemer.core.model import ModelSpec
-from bessemer.core.problem import Problem, one_of
+from bessemer.core.problem import Problem, divisors_near, one_of
+from bessemer.core.recipes import RECIPES
+from bessemer.core.recompute import PARTS, parts_of_layer
+from bessemer.core.saved import Sizes
+from bessemer.core.schedules import SCHEDULES
+from bessemer.core.units import format_bytes
+from bessemer.parallel.recompute_budget import applied_recompute, layers_of_rank, least_bytes
 
 __all__ = ["problems"]
 
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
-    """All contradictions of the [train] table with itself and with the data-parallel layout."""
-    del spec, machine
-    return [*_batches(job), *_ramp(job.train), *_schedule(job.train), *_optimizer(job.train), *_evaluation(job)]
+    """All contradictions of the [train] table with itself, with the layout and, in recompute, with the model."""
+    train = job.train
+    found = [*_batches(job), *_ramp(train), *_schedule(train), *_optimizer(train), *_evaluation(job)]
+    found += [*_recompute_settings(train), *_recompute_modules(job, spec)]
+    if spec is not None and job.layout.schedule in SCHEDULES and job.precision.recipe in RECIPES:
+        found += _recompute_sizes(job, spec, machine)
+    return found
 
 
 def _problem(code: str, where: str, what: str, *, why: str, fix: str) -> Problem:
@@ -119,3 +132,83 @@ def _evaluation(job: Job) -> Iterator[Problem]:
     # That eval_every needs a validation split is one of the data room's checks.
     if job.data.val_fraction == 0 and train.eval_sequences != default.eval_sequences:
         yield _ignored(train, "eval_sequences", "data.val_fraction = 0", "data.val_fraction = 0.02")
+
+
+def _recompute_settings(train: TrainSection) -> Iterator[Problem]:
+    readers = {"recompute_layers": "block", "recompute_modules": "fine", "recompute_gb": "budget"}
+    for name, policy in readers.items():
+        if getattr(train, name) is not None and train.recompute != policy:
+            yield _ignored(train, name, f'recompute = "{train.recompute}"', f'train.recompute = "{policy}"')
+    if train.recompute == "block" and train.recompute_layers is None:
+        yield _problem(
+            "recompute-layers",
+            "recompute_layers",
+            'recompute = "block" without recompute_layers',
+            why="it says in how many layers of each pipeline rank all is made again",
+            fix='train.recompute_layers = 1 or more, or train.recompute = "full"',
+        )
+    if train.recompute == "budget" and train.recompute_gb is None:
+        yield _problem(
+            "recompute-budget",
+            "recompute_gb",
+            'recompute = "budget" without recompute_gb',
+            why="it says how many 10^9 bytes the blocks of a rank may keep for the backward pass",
+            fix='train.recompute_gb = 10, or train.recompute = "fine"',
+        )
+
+
+def _recompute_modules(job: Job, spec: ModelSpec | None) -> Iterator[Problem]:
+    """Names of parts that would do nothing."""
+    names = job.train.recompute_modules
+    if names is None or job.train.recompute != "fine":
+        return
+    has = set(PARTS)
+    if spec is not None:
+        has = {p for layer in range(spec.num_layers) for p in parts_of_layer(spec, layer)}
+    idle = {n: "the model has no such part" for n in names if n not in has}
+    if "gather" in names and not Sizes.of(job.layout, 4).divided:
+        idle["gather"] = "nothing is gathered without sequence parallelism"
+    if "out" in names and "norm" not in names:
+        idle["out"] = 'only "norm" would have to keep its output'
+    left = [n for n in names if n not in idle]
+    if idle or not names:
+        shown = ", ".join(f'"{n}"' for n in idle)
+        what = f"recompute_modules names {shown}, which makes nothing again" if idle else "recompute_modules = []"
+        why = "; ".join(f"{n}: {why}" for n, why in idle.items()) or "nothing would be made again"
+        listed = ", ".join(f'"{n}"' for n in left)
+        fix = f"train.recompute_modules = [{listed}]" if left else 'train.recompute = "none"'
+        yield _problem("recompute-modules", "recompute_modules", what, why=why, fix=fix)
+
+
+def _recompute_sizes(job: Job, spec: ModelSpec, machine: Machine | None) -> list[Problem]:
+    """Too many layers for "block", or too few bytes for a budget."""
+    train = job.train
+    try:
+        ranks = [layers_of_rank(job, spec, rank) for rank in range(job.layout.pp)]
+    except ValueError:  # layers don't fill the stages: the layout's own check says so
+        return []
+    most = max(map(len, ranks))
+    if train.recompute == "block" and (train.recompute_layers or 0) > most:
+        what = f"recompute_layers = {train.recompute_layers}, and no pipeline rank holds more than {most} layers"
+        fix = f'train.recompute_layers = {most} or less, or train.recompute = "full"'
+        return [_problem("recompute-layers", "recompute_layers", what, why="they are counted on each rank", fix=fix)]
+    if train.recompute != "budget" or train.recompute_gb is None or machine is None:
+        return []
+    try:
+        fits = all(applied_recompute(job, spec, rank, machine) is not None for rank in range(job.layout.pp))
+    except ConfigError as error:  # a machine whose rates nobody knows: nothing can be priced
+        return list(error.problems)
+    return [] if fits else [_budget_problem(job, spec, train.recompute_gb)]
+
+
+def _budget_problem(job: Job, spec: ModelSpec, given: float) -> Problem:
+    least = least_bytes(job, spec)
+    fix = f"train.recompute_gb = {math.ceil(least / 1e7) / 100:g} or more"
+    for micro in reversed(divisors_near(job.train.micro_batch, job.train.micro_batch // 2, 64)):
+        smaller = job.model_copy(update={"train": job.train.model_copy(update={"micro_batch": micro})})
+        if least_bytes(smaller, spec) <= given * 1e9:
+            fix += f", or train.micro_batch = {micro}"
+            break
+    what = f"recompute_gb = {given:g} is less than the {format_bytes(least)} that the inputs of a rank's blocks take"
+    why = "modelled; they are kept even if everything else is made again, for each micro-batch that is under way"
+    return _problem("recompute-budget", "recompute_gb", what, why=why, fix=fix)
