@@ -19,6 +19,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from bessemer import ops
+from bessemer.comm import collectives as comm
 from bessemer.parallel import context_ring
 from bessemer.parallel.context import ContextParallel
 from bessemer.runtime.kernels import KernelSample
@@ -185,17 +186,17 @@ class Counted:
         return self
 
     def _wrap(self, name: str, sent: Callable[..., float]) -> None:
-        call = self._kept[name] = getattr(dist, name)
+        call = self._kept[name] = getattr(comm, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.sent += sent(*args)
             return call(*args, **kwargs)
 
-        setattr(dist, name, counted)
+        setattr(comm, name, counted)
 
     def __exit__(self, *_: object) -> None:
         for name, call in self._kept.items():
-            setattr(dist, name, call)
+            setattr(comm, name, call)
 
 
 def size(tensor: Tensor) -> int:
@@ -255,8 +256,8 @@ SABOTAGE: dict[str, tuple[str, Any, str, Callable[..., Any], set[str]]] = {
     "gradients don't travel": ("ring", context_ring._Hop, "arrived", _lost, {"dk", "dv"}),
     "blocks merged without weights": ("ring", ops, "merge_blocks", _unweighted, {"out", "dq"}),
     "denominators not added": ("ring", ops, "merge_blocks", _first_sum_kept, {"out", "dq", "dk", "dv"}),
-    "gradients not summed": ("allgather", dist, "reduce_scatter_single", _own_part, {"dk", "dv"}),
-    "heads not swapped": ("ulysses", dist, "all_to_all_single", _not_swapped, {"out", "dq", "dk", "dv"}),
+    "gradients not summed": ("allgather", comm, "reduce_scatter_single", _own_part, {"dk", "dv"}),
+    "heads not swapped": ("ulysses", comm, "all_to_all_single", _not_swapped, {"out", "dq", "dk", "dv"}),
 }
 """What is left out: (kind, where, name, what runs instead of it, what must come out wrong)."""
 

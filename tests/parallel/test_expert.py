@@ -24,6 +24,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bessemer.comm import collectives as comm
 from bessemer.models.split import ExpertSplit
 from bessemer.parallel import expert
 from bessemer.parallel.expert import ExpertParallel
@@ -94,7 +95,7 @@ class Recorder:
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.sent_bytes: list[int] = []
-        self._exchange = dist.all_to_all_single
+        self._exchange = comm.all_to_all_single
 
     def __call__(self, into: Tensor, rows: Tensor, *sizes: Any, **options: Any) -> Any:
         self.sent_bytes.append(rows.nbytes)
@@ -126,7 +127,7 @@ def events_of(layer: Layer, rank: int) -> dict[str, Any]:
     """The order of events in one pass, forward and backward, and what was sent."""
     x_TD, chosen_TK, _ = inputs([rank], "spread")
     recorder = Recorder(layer.log)
-    with mock.patch.object(dist, "all_to_all_single", recorder):
+    with mock.patch.object(comm, "all_to_all_single", recorder):
         layer.log.clear()
         out = layer(x_TD, chosen_TK)
         forward = list(layer.log)

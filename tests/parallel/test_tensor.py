@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from bessemer.comm import collectives as comm
 from bessemer.models.split import TensorSplit
 from bessemer.ops.deferred import put_off_weight_gradients
 from bessemer.parallel.tensor import TensorParallel
@@ -198,7 +199,7 @@ class Collectives:
     def watched(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for kind, name in KINDS.items():
-                patch.setattr(dist, name, self._instead(kind, getattr(dist, name)))
+                patch.setattr(comm, name, self._instead(kind, getattr(comm, name)))
             yield
 
     def _instead(self, kind: str, real: Any) -> Any:

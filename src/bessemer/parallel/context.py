@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bessemer import ops
+from bessemer.comm import collectives as comm
 from bessemer.models.split import ContextSplit
 from bessemer.parallel.context_pieces import Packed, Ranks, cut, in_order, join, spread
 from bessemer.parallel.context_ring import ring_attend
@@ -75,7 +76,7 @@ def _gathered_blocks(
 ) -> list[ops.Block]:
     """Each of this rank's two pieces of queries with all keys up to the piece's end. Gathers the keys and values."""
     gathered = own_2Z.new_empty(2 * ranks.degree, own_2Z.shape[1])
-    dist.all_gather_single(gathered, own_2Z, group=ranks.group)
+    comm.all_gather_single(gathered, own_2Z, group=ranks.group)
     k, v = (in_order(list(t)) for t in form.views(gathered))
     length, blocks = pieces_2BHPE.shape[3], []
     for q, piece in zip(pieces_2BHPE, ranks.pieces(), strict=True):
@@ -111,7 +112,7 @@ class _Gathered(torch.autograd.Function):
             total[:, :, : part.shape[2]] += part
             spread(total, list(views))
         mine = torch.empty_like(own, dtype=torch.float32)
-        dist.reduce_scatter_single(mine, made, group=ranks.group)
+        comm.reduce_scatter_single(mine, made, group=ranks.group)
         return join(torch.stack((dq_early, dq_late))).to(dtype), *form.unpack(mine, dtype), None, None
 
 
@@ -157,7 +158,7 @@ class _ToTokens(torch.autograd.Function):
 def _swap(buffer: Tensor, ranks: Ranks) -> Tensor:
     """Row i of the result is what rank i sent: its row for this rank."""
     swapped = torch.empty_like(buffer)
-    dist.all_to_all_single(swapped, buffer, group=ranks.group)
+    comm.all_to_all_single(swapped, buffer, group=ranks.group)
     return swapped
 
 

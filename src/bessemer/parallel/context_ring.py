@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bessemer import ops
+from bessemer.comm import collectives as comm
 from bessemer.parallel.context_pieces import Packed, Ranks, cut, join
 
 __all__ = ["ring_attend"]
@@ -44,7 +45,7 @@ class _Hop:
         after, before = (ranks.rank + 1) % ranks.degree, (ranks.rank - 1) % ranks.degree
         send = dist.P2POp(dist.isend, buffer, group=ranks.group, tag=tag, group_peer=after)
         receive = dist.P2POp(dist.irecv, self._coming, group=ranks.group, tag=tag, group_peer=before)
-        self._works = dist.batch_isend_irecv([send, receive])
+        self._works = comm.batch_isend_irecv([send, receive])
 
     def arrived(self) -> Tensor:
         """What has come; the buffer that was sent may be written to again."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bessemer.comm import collectives as comm
 from bessemer.models.canonical import Held, Piece, held, local, local_rows, pieces
 from bessemer.parallel.mesh import Mesh
 
@@ -94,7 +95,7 @@ def _sum_over(blocks: list[Tensor], group: dist.ProcessGroup) -> None:
     if not blocks:
         return
     flat = torch.cat([b.reshape(-1) for b in blocks])
-    dist.all_reduce(flat, group=group)
+    comm.all_reduce(flat, group=group)
     for block, summed in zip(blocks, flat.split([b.numel() for b in blocks]), strict=True):
         block.copy_(summed.view_as(block))
 
@@ -114,7 +115,7 @@ def squared_norm(module: nn.Module, gradients: Mapping[str, Tensor], mesh: Mesh)
     for copies, tensors in by_copies.items():
         total += torch.stack(torch._foreach_norm(tensors)).double().square().sum() / copies
     if mesh.group("block") is not None:
-        dist.all_reduce(total, group=mesh.group("block"))
+        comm.all_reduce(total, group=mesh.group("block"))
     return total
 
 
@@ -126,8 +127,9 @@ def whole_block(piece: Piece, block: Tensor, mesh: Mesh) -> Tensor:
     cut = [d for d in range(first, len(piece.shape)) if block.shape[d] != piece.shape[d]]
     if group is None or not cut:
         return block
-    parts = [torch.empty_like(block, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, block.contiguous(), group=group)
+    gathered = block.new_empty(group.size() * block.shape[0], *block.shape[1:])
+    comm.all_gather_single(gathered, block.contiguous(), group=group)
+    parts = list(gathered.split(block.shape[0]))
     if piece.expert:  # the ranks of one expert are neighbours
         start = mesh.at("ep") * mesh.sizes["etp"]
         parts = parts[start : start + mesh.sizes["etp"]]

@@ -12,13 +12,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from bessemer.comm import collectives as comm
 from bessemer.models.canonical import pieces
 from bessemer.models.moe import Experts
 from bessemer.parallel.mesh import Mesh
@@ -40,7 +43,7 @@ class ReplicaSum:
         """Start the sum; the caller waits for the work before it reads. None: there is nothing to wait for."""
         if self.group is None:
             return None
-        return dist.all_reduce(buffer, group=self.group, async_op=True)
+        return comm.all_reduce(buffer, group=self.group, async_op=True)
 
 
 class _Bucket:
@@ -106,7 +109,7 @@ class Replicated:
             return
         if self._started is not None:
             self._cross(self._started)  # it had the backward pass of this bucket's layers to finish in
-        bucket.inside = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        bucket.inside = comm.all_reduce(bucket.flat, group=self._group, async_op=True)
         self._started = bucket
 
     def _cross(self, bucket: _Bucket) -> None:
@@ -186,6 +189,33 @@ def _gather_ahead(module: nn.Module) -> None:
             module.block(after).set_modules_to_backward_prefetch([module.block(before)])
 
 
+class _Gather(DefaultAllGather):
+    """FSDP2's gathering of parameters, marked and counted like all other communication."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return comm.all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+class _Scatter(DefaultReduceScatter):
+    """FSDP2's scattering of gradients, likewise."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return comm.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
 class Sharded:
     """The gradients of FSDP2's parameters, and the sum across replicas in its all-reduce hook.
 
@@ -204,6 +234,8 @@ class Sharded:
         for index, part in enumerate(self._parts()):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            part.set_custom_all_gather(_Gather())
+            part.set_custom_reduce_scatter(_Scatter())
             if replica_sum.group is not None:
                 part.set_all_reduce_hook(partial(self._across_replicas, index))
 

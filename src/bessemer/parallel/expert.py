@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bessemer.comm import collectives as comm
 from bessemer.models.split import ExpertSplit, Sent
 
 __all__ = ["ExpertParallel"]
@@ -59,7 +60,7 @@ class _Exchange:
 
     def _start(self, rows: Tensor, sent: list[int], received: list[int]) -> None:
         into = rows.new_empty(sum(received), *rows.shape[1:])
-        work = dist.all_to_all_single(into, rows.contiguous(), received, sent, group=self.group, async_op=True)
+        work = comm.all_to_all_single(into, rows.contiguous(), received, sent, group=self.group, async_op=True)
         self._under_way = into, work
 
     def _wait(self) -> Tensor:
@@ -195,7 +196,7 @@ class ExpertParallel(ExpertSplit):
         counts_EL = counts_X.view(self.degree, -1)
         sent_GL = counts_EL.repeat_interleave(self.width_degree, 0)
         received_GL = torch.empty_like(sent_GL)
-        dist.all_to_all_single(received_GL, sent_GL, group=self._group)
+        comm.all_to_all_single(received_GL, sent_GL, group=self._group)
         exchange = _Exchange(self._group, *self._sizes(rows_TD, counts_EL, received_GL))
         departed = _Depart.apply(rows_TD, exchange)  # type: ignore[no-untyped-call]
         order_R, back_R = _order_by_expert(received_GL, sum(exchange.received))
@@ -220,5 +221,5 @@ class ExpertParallel(ExpertSplit):
         if self._sequence_group is None:
             return counts
         total = counts.detach().clone()
-        dist.all_reduce(total, group=self._sequence_group)
+        comm.all_reduce(total, group=self._sequence_group)
         return total

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from bessemer.comm import collectives as comm
 from bessemer.core.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -102,13 +103,13 @@ class Mesh:
     def sum_over_world(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over all ranks, in place; every rank gets the same bits."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            comm.all_reduce(values)
         return values
 
     def max_over_world(self, values: torch.Tensor) -> torch.Tensor:
         """Maximum of `values` over all ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+            comm.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
@@ -117,11 +118,11 @@ class Mesh:
             return text
         data = text.encode()
         size = torch.tensor([len(data)], device=self.device)
-        dist.broadcast(size, source)
+        comm.broadcast(size, source)
         buffer = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
         if self.rank == source and data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, source)
+        comm.broadcast(buffer, source)
         return bytes(buffer.tolist()).decode()
 
 
@@ -135,21 +136,26 @@ def build_mesh(job: Job, rank: int, device: torch.device, spec: ModelSpec | None
     sizes = {"replica": job.replicas, "pp": layout.pp, "shard": job.shard, "cp": layout.cp, "tp": layout.tp}
     sizes |= {"edp": stage // (layout.ep * layout.etp), "ep": layout.ep, "etp": layout.etp}
     mesh = Mesh(rank, sizes, device)
+    if mesh.world_size == 1:
+        return mesh
+    comm.name_group(dist.group.WORLD, "world")
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def group(ranks: list[int]) -> dist.ProcessGroup | None:
+    def group(name: str, ranks: list[int]) -> dist.ProcessGroup | None:
         """Made by its members alone: one rank's groups are few, those of all ranks many."""
         if len(ranks) == 1:
             return None
         key = tuple(ranks)
         if key not in made:
             made[key] = dist.new_group(ranks, use_local_synchronization=True)
+        comm.name_group(made[key], name)
         return made[key]
 
-    groups = {name: found for name in GROUPS if (found := group(_members(mesh, name))) is not None}
+    groups = {name: found for name in GROUPS if (found := group(name, _members(mesh, name))) is not None}
     if spec is None:
         return Mesh(rank, sizes, device, groups)
-    return Mesh(rank, sizes, device, groups, group(_ends(job, spec, mesh)), group(_same_heads(spec, mesh)))
+    heads = group("heads", _same_heads(spec, mesh))
+    return Mesh(rank, sizes, device, groups, group("ends", _ends(job, spec, mesh)), heads)
 
 
 def _ends(job: Job, spec: ModelSpec, mesh: Mesh) -> list[int]:

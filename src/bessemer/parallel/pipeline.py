@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from bessemer.comm import collectives as comm
 from bessemer.core import schedules
 from bessemer.core.errors import ConfigError
 from bessemer.core.problem import Problem
@@ -138,11 +139,11 @@ class _Run:
         group = self._pipeline.group
         if do == "send":
             stream = self._streams.pop(transfer[:3])
-            work = dist.isend(stream, group=group, group_dst=transfer.target)
+            work = comm.isend(stream, group=group, group_dst=transfer.target)
         elif do == "receive":
             shape = self._shape(transfer.micro) if callable(self._shape) else self._shape
             stream = torch.empty(shape, dtype=self._dtype, device=self._pipeline.device)
-            work = dist.irecv(stream, group=group, group_src=transfer.source)
+            work = comm.irecv(stream, group=group, group_src=transfer.source)
         else:
             work, stream = self._works.pop(transfer)
             work.wait()

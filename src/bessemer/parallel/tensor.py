@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer import ops
+from bessemer.comm import collectives as comm
 from bessemer.models.split import TensorSplit
 from bessemer.ops.cross_entropy import VocabularyShare
 from bessemer.ops.linear import product
@@ -69,18 +70,18 @@ class _Ranks:
     def gather(self, x: Tensor) -> _Transfer:
         """[N, ...] -> [G, N, ...]."""
         into = x.new_empty(self.degree * x.shape[0], *x.shape[1:])
-        work = dist.all_gather_single(into, x.contiguous(), group=self.group, async_op=True)
+        work = comm.all_gather_single(into, x.contiguous(), group=self.group, async_op=True)
         return _Transfer(into.view(self.degree, *x.shape), work)
 
     def scatter(self, x: Tensor) -> _Transfer:
         """[G x N, ...] -> [N, ...]: the r-th part, summed."""
         into = x.new_empty(x.shape[0] // self.degree, *x.shape[1:])
-        work = dist.reduce_scatter_single(into, x.contiguous(), group=self.group, async_op=True)
+        work = comm.reduce_scatter_single(into, x.contiguous(), group=self.group, async_op=True)
         return _Transfer(into, work)
 
     def sum(self, x: Tensor) -> _Transfer:
         """In place; x is contiguous."""
-        return _Transfer(x, dist.all_reduce(x, group=self.group, async_op=True))
+        return _Transfer(x, comm.all_reduce(x, group=self.group, async_op=True))
 
     def outwards(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] of the whole sequence -> [G, B, S / G, D]."""

@@ -138,12 +138,9 @@ class Loop:
             return None
         self.reporter.phase(step, "evaluating")
         start = time.perf_counter()
-        found = evaluate(
-            self.parts.step.passes,
-            self.val_data,
-            sequences=self.job.train.eval_sequences,
-            micro_batch=self.job.train.micro_batch,
-        )
+        passes, train = self.parts.step.passes, self.job.train
+        with passes.phases("evaluate_s"):
+            found = evaluate(passes, self.val_data, sequences=train.eval_sequences, micro_batch=train.micro_batch)
         self._event(
             "eval",
             step=step,
@@ -183,7 +180,8 @@ class Loop:
 
     def _save(self, step: int) -> None:
         self.reporter.phase(step, "saving")
-        stall_s = self.saver.save(step, self._owned(), self._meta(step))
+        with self.parts.step.passes.phases("checkpoint_s"):
+            stall_s = self.saver.save(step, self._owned(), self._meta(step))
         self._event("save", step=step, stall_s=stall_s)
 
     def _owned(self) -> list[Slice]:

@@ -77,6 +77,7 @@ class Passes:
             mine.batches += unit
             self._parallel.before_backward(last=first + each == count)
             if self._pipeline is None:
+                self.phases.at(micro_batch=first)
                 self._straight(mine, unit[0])
             else:
                 _Unit(self, mine, unit, first + each == count).run(self._pipeline)
@@ -130,6 +131,7 @@ class _Unit:
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
         """The stream after `stage`, or the loss."""
         passes, layers = self._passes, self._passes._ranges[stage]
+        passes.phases.at(stage=stage, micro_batch=micro)
         with passes.phases("forward_s"):
             out, weight_sum = passes.module(**self._batches[micro], layers=layers, stream_BSD=x)
         self._mine.add_load(expert_load(passes.module, layers))

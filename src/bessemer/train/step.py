@@ -101,6 +101,7 @@ class Step:
         Every rank must call this with its own share; `stop` asks all ranks to stop after this step.
         """
         start = time.perf_counter()
+        self.passes.phases.at(step=step + 1)
         mine = self.passes.run(batches, count)
         with self.passes.phases("comm_s"):
             self.parallel.finish()

@@ -9,6 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from bessemer.comm import collectives as comm
 from bessemer.core.errors import RunFolderError
 from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
@@ -22,6 +23,7 @@ from bessemer.ops import fallback_reason
 from bessemer.parallel.mesh import Mesh, build_mesh
 from bessemer.runtime.device import pick_device
 from bessemer.runtime.peaks import declared_peaks, ensure_peaks
+from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
 from bessemer.train.loop import Loop
 from bessemer.train.opened import keep_tokenizer
@@ -61,16 +63,20 @@ def run_rank(job: Job, member: Member) -> None:
     if job.layout.world_size > 1:
         dist.init_process_group(device.backend, rank=member.rank, world_size=member.world_size, **rendezvous(member))
     spec = resolve_model(job.model)
+    assert member.run_folder is not None and member.vault is not None, "a rank of a run has both"
+    box = member.run_folder / "blackbox" / f"rank-{member.rank}"
+    recorder = Recorder(box, rank=member.rank, world=member.world_size, job_hash=job.hash)
+    comm.record_to(recorder)
     mesh = build_mesh(job, member.rank, device.torch_device, spec)
     _same_folder(member, mesh)
     member.phase(0, "opening the data")
     prepared = prepare(job)
-    assert member.run_folder is not None and member.vault is not None, "a rank of a run has both"
     if mesh.rank == 0:
         keep_tokenizer(member.run_folder, prepared.tokenizer_json)
     _note_machine(job, machine, mesh, member)
     member.phase(0, "building the model")
     parts = assemble(job, spec, mesh)
+    parts.step.passes.phases.attach(recorder)
     with VaultClient(
         member.vault, rank=member.rank, world_size=member.world_size, local_world_size=member.local_world_size
     ) as saver:
