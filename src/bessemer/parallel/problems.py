@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from bessemer.core.errors import ConfigError
 from bessemer.core.job import Job
@@ -10,6 +14,7 @@ from bessemer.core.layout import RUNNABLE, Layout
 from bessemer.core.machine import Machine
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, nearest, one_of
+from bessemer.core.recipes import RECIPES
 from bessemer.core.schedules import SCHEDULES, check_shape
 from bessemer.core.stages import num_stages
 
@@ -21,9 +26,8 @@ _LARGEST_DEGREE = 4096
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
     """All contradictions of the layout; those with the model only where `spec` could be read."""
-    del machine
     layout = job.layout
-    found = [*_ignored(layout), *_sequence(job, spec), *_schedule(job), *_not_runnable(layout)]
+    found = [*_ignored(layout), *_sequence(job, spec), *_schedule(job), *_not_runnable(layout), *_compile(job, machine)]
     if spec is not None:
         found += [*_tensor(layout, spec), *_pipeline(layout, spec), *_ulysses(layout, spec), *_experts(job, spec)]
     return found
@@ -55,6 +59,47 @@ def _ignored(layout: Layout) -> Iterator[Problem]:
             shown = _shown(value)
             what = f"{name} = {shown} has no effect with {axis} = 1"
             yield _problem("ignored-setting", name, what, why=why, fix=f"delete it, or layout.{axis} = 2 or more")
+
+
+def _compile(job: Job, machine: Machine | None) -> Iterator[Problem]:
+    """Where a block can't be a graph (`parallel.compile`), and where nothing could build one."""
+    layout, train, recipe = job.layout, job.train, RECIPES.get(job.precision.recipe)
+    if train.compile == "none":
+        return
+    if layout.tp > 1:
+        why = "each product of a block exchanges with other ranks while the next one runs, which a graph can't hold"
+        yield _note("compile-tensor", job, f"does not hold with tp = {layout.tp}", why, "layout.tp = 1")
+    schedule = SCHEDULES.get(layout.schedule)
+    if layout.pp > 1 and schedule is not None and schedule.split_backward:
+        what = f'does not hold with schedule = "{schedule.name}"'
+        why = "it puts weight gradients off, and the backward pass of a compiled block makes all gradients at once"
+        yield _note("compile-schedule", job, what, why, 'layout.schedule = "1f1b"')
+    if train.recompute != "none":
+        what = f'does not hold with recompute = "{train.recompute}"'
+        why = "a graph has no parts that could be dropped; the compiler chooses what its backward pass makes again"
+        yield _note("compile-recompute", job, what, why, 'train.recompute = "none"')
+    if recipe is not None and recipe.quantised:
+        what = f'does not hold with recipe = "{recipe.name}"'
+        why = "graphs are known to give the same results with bfloat16 and float32 products only"
+        yield _note("compile-recipe", job, what, why, 'precision.recipe = "bf16"')
+    if train.compile == "inductor" and machine is not None and machine.name == "cpu-local":
+        yield from _missing_tools(job)
+
+
+def _missing_tools(job: Job) -> Iterator[Problem]:
+    """What inductor needs to build for this computer's CPU, and can't find."""
+    why, compiler = "it writes C++ and builds that when a block is first called", os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        what = f"needs a C++ compiler, and there is no {compiler}"
+        yield _note("compile-tools", job, what, why, "apt-get install g++, or set CXX")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        yield _note("compile-tools", job, "needs Python.h, which is not there", why, "apt-get install python3-dev")
+
+
+def _note(code: str, job: Job, what: str, why: str, fix: str) -> Problem:
+    """A problem of train.compile."""
+    what = f'compile = "{job.train.compile}" {what}'
+    return Problem(code=code, where="train.compile", what=what, why=why, fix=f'{fix}, or train.compile = "none"')
 
 
 def _shown(value: object) -> str:
