@@ -52,9 +52,8 @@ class _Slot:
         if self.value is None:
             assert self._part is not None
             self._part.run_again()
-            if self.value is None:
-                raise RuntimeError(f"the part {self._part.name!r} saved other tensors when it was made again")
         self._part = None
+        assert self.value is not None
         return self.value
 
 
@@ -121,6 +120,9 @@ class _Part:
                 outputs = _tuple(run(*inputs))
             except _Enough:
                 return
+        if self._at != len(self._saved):
+            saved = f"{self._at} tensors where it had saved {len(self._saved)}"
+            raise RuntimeError(f"the part {self.name!r} saved {saved} when it was made again")
         for index, reference in self._returned.items():
             _fill(reference, outputs[index])
 
