@@ -94,5 +94,6 @@ def job_request(path: str, sets: tuple[str, ...] = ()) -> tuple[Job, Request, La
         seq_len=job.data.seq_len,
         era=software(None, calibration),
         calibration=calibration,
+        own=True,
     )
     return job, request, Layouts.from_job(job)

@@ -18,6 +18,7 @@ from bessemer.core.problem import Problem, one_of
 from bessemer.core.units import format_seconds
 from bessemer.plan.axes import Request, parse_fixes
 from bessemer.plan.jobfile import job_text
+from bessemer.plan.local import LOCAL_ERA
 from bessemer.plan.outcome import Outcome, Prices, one_layout, outcome_of
 from bessemer.plan.search import search as search_all
 
@@ -117,7 +118,7 @@ def _request(
     return Request(
         spec=spec, machine=device, num_gpus=gpus, global_batch=global_batch, seq_len=seq, fixed=fixed,
         space="wide" if how[0] == "wide" else "usual", era=software(how[1], calibration), calibration=calibration,
-        machine_path=path,
+        machine_path=path, own=how[1] is None or how[1] == LOCAL_ERA,
     )  # fmt: skip
 
 

@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bessemer.api._check import check
+from bessemer.api._dry_run import DryRun
+from bessemer.api._dry_run import dry_run as run_dry
 from bessemer.api._extras import need
-from bessemer.core.errors import ConfigError
+from bessemer.core.errors import ConfigError, RequestError
 from bessemer.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -25,15 +27,24 @@ PROGRESS_EVERY_S = 3.0
 
 @dataclass(frozen=True)
 class Trained:
-    """How the run ended; what there was to say has been printed on the way."""
+    """How the run ended; what there was to say has been printed on the way. `dry`: what a dry run found."""
+
+    json_needs: ClassVar[str] = "dry_run"
+    """The flag without which there is nothing to print as JSON."""
 
     exit_code: int
+    dry: DryRun | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {} if self.dry is None else self.dry.as_json()
 
     def __str__(self) -> str:
-        return ""
+        return "" if self.dry is None else str(self.dry)
 
 
-def train(job_path: str, sets: Sequence[str] = (), *, quiet: bool = False) -> Trained:
+def train(
+    job_path: str, sets: Sequence[str] = (), *, quiet: bool = False, dry_run: bool = False, ranks: int | None = None
+) -> Trained:
     """Train the model of a job file, or go on with it.
 
     Checks the job, then starts one process a rank on this host and watches over them; under torchrun, Slurm or MPI
@@ -43,12 +54,21 @@ def train(job_path: str, sets: Sequence[str] = (), *, quiet: bool = False) -> Tr
     job_path: The job file (TOML).
     sets: Override a field: --set train.steps=50. May be repeated.
     quiet: Print no line a step.
+    dry_run: Start nothing: build the job's ranks in shapes only, run a step of each kind of rank, and print what they
+        hold beside the planner's prediction.
+    ranks: With --dry-run: how many ranks the job is expected to have.
     """
     need("train", "train")
+    if ranks is not None and not dry_run:
+        raise RequestError("--ranks goes with --dry-run", code="dry-run-ranks", fix="the layout says how many ranks")
     checked = check(job_path, sets)
-    if checked.problems:
-        raise ConfigError(checked.problems, job_path)
-    assert checked.job is not None, "a job without problems was read"
+    # a dry run says how much memory is too little
+    problems = tuple(p for p in checked.problems if not (dry_run and p.code == "memory"))
+    if problems:
+        raise ConfigError(problems, job_path)
+    assert checked.job is not None and checked.spec is not None, "a job without problems was read"
+    if dry_run:
+        return Trained(0, run_dry(checked.job, checked.spec, ranks, job_path))
     from bessemer.keep.launch import find_launch
 
     if find_launch() is not None:

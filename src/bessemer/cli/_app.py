@@ -98,16 +98,20 @@ def _group(name: str) -> Any:
 
 def _command(verb: str, function: Callable[..., Any]) -> Any:
     """The command of one verb: parameters of its api function, `--json` where the result has that form."""
-    with_json = hasattr(result_type(function), "as_json")
+    result = result_type(function)
+    with_json, json_needs = hasattr(result, "as_json"), getattr(result, "json_needs", None)
 
     def run(**values: Any) -> None:
         show_trace = values.pop("show_traceback")
         as_json = values.pop("print_json", False)
+        if as_json and json_needs is not None and not values[json_needs]:
+            raise typer.BadParameter(f"--json goes with --{json_needs.replace('_', '-')}")
         sys.exit(_guarded(verb, functools.partial(_call, function, values, as_json), show_trace))
 
     flags = [_flag("show_traceback", "--traceback", "Print the Python traceback of an error.")]
     if with_json:
-        flags.insert(0, _flag("print_json", "--json", "Print the result as JSON."))
+        only = "" if json_needs is None else f"With --{json_needs.replace('_', '-')}: "
+        flags.insert(0, _flag("print_json", "--json", f"{only}Print the result as JSON."))
     parameters = command_parameters(function) + flags
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}

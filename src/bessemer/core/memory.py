@@ -3,31 +3,52 @@
     lines = memory_lines(job, spec)          # {"parameters": ..., "gradients": ..., ...}
     problem = memory_problem(job, spec, machine)
 
-What the trainer holds is counted tensor by tensor; activations are those that its operators save for backward,
-nothing recomputed and attention fused (no S x S scores). Left out: the allocator's slack, and communication buffers
-of the library: the measured peak of a CPU process was 3 to 41 % above the estimate (docs/log.md). For a pipeline the
-fullest stage is given.
+What the trainer holds is counted in closed form, as `bessemer train --dry-run` counts it tensor by tensor. Left out:
+the allocator's slack, and communication buffers of the library: the measured peak of a CPU process was 3 to 41 % above
+the estimate (docs/log.md). For a pipeline the fullest rank is given.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 
-from bessemer.core.counts import LayerCounts, layer_parameters, parameter_counts
+from bessemer.core.errors import ConfigError
+from bessemer.core.held import (
+    Elements,
+    HeldLayers,
+    block_elements,
+    end_elements,
+    layers_by_stage,
+    prediction_elements,
+    rank_elements,
+)
 from bessemer.core.job import Job
+from bessemer.core.layout import Layout
 from bessemer.core.machine import Machine
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem
+from bessemer.core.rank_memory import (
+    MASTER_BYTES,
+    Copies,
+    Passing,
+    Sharing,
+    held_bytes,
+    scattered_bytes,
+    sharing_of,
+    state_lines,
+    working_bytes,
+)
 from bessemer.core.recipes import RECIPES
+from bessemer.core.recompute import RECOMPUTE
+from bessemer.core.saved import Sizes, layer_bytes
+from bessemer.core.schedules import SCHEDULES, Action, check_shape, schedule_actions
 from bessemer.core.units import format_bytes
 
-__all__ = ["job_bytes", "memory_lines", "memory_problem"]
+__all__ = ["job_bytes", "memory_lines", "memory_problem", "most_held", "rank_lines"]
 
-MASTER_BYTES = 4
-"""Master parameters, gradients and optimizer state are fp32 under every recipe."""
-LOGIT_CHUNK_BYTES = 16 << 20
-"""The loss holds logits of at most this size at a time (`ops.cross_entropy`)."""
 PROCESS_BYTES = 264 << 20
 """Resident memory of a process that has imported torch 2.13 with its distributed part (CPU wheel, Linux; measured)."""
 
@@ -35,35 +56,17 @@ PROCESS_BYTES = 264 << 20
 def memory_lines(job: Job, spec: ModelSpec) -> dict[str, int]:
     """Bytes by line on the fullest rank. Modelled.
 
-    process: the interpreter with torch.  parameters: fp32 masters.  gradients.  gradient_sum: the copy that is summed
-    over replicas.  optimizer.  gathered_parameters: what sharded data parallelism holds whole besides its shard.
-    activations: saved for backward.  working: the largest matrix in the compute type and the gradients of one layer's
-    activations.  logits: a chunk of them, and the head's gradient, which waits for backward.  checkpoint_copy: this
+    process: the interpreter with torch.  parameters: fp32 masters.  gradients: whole ones too, where sharding scatters
+    them only at the end of a step.  gradient_sum: the copy that is summed over ranks.  optimizer.
+    gathered_parameters: what sharded data parallelism holds whole besides its shard.  activations: held for backward,
+    with the gradients that the loss makes early.  working: what a pass needs for a moment.  checkpoint_copy: this
     rank's part of the state, copied for writing; it lies in the host's memory.
     """
-    stage = max(_stages(job, spec), key=lambda s: s.parameters)
-    params, shard = stage.parameters, job.shard
-    kind = job.layout.dp_shard if shard > 1 else "none"
-    replicated_sum = job.replicas > 1 and kind == "none"
-    state = _optimizer_bytes(job, stage)
-    gathered = 0
-    if kind in ("optimizer", "gradient"):
-        gathered = params
-    elif kind == "full":
-        gathered = min(2 * stage.largest_block, params)  # the block at work, and the next one on its way
-    lines = {
-        "process": PROCESS_BYTES,
-        "parameters": MASTER_BYTES * params // (1 if kind == "none" else shard),
-        "gradients": MASTER_BYTES * params // (shard if kind in ("gradient", "full") else 1),
-        "gradient_sum": MASTER_BYTES * params if replicated_sum else 0,
-        "optimizer": state // (1 if kind == "none" else shard),
-        "gathered_parameters": MASTER_BYTES * gathered,
-        "activations": stage.activation_bytes,
-        "working": stage.working_bytes,
-        "logits": stage.logit_bytes,
-        "checkpoint_copy": math.ceil((MASTER_BYTES * params + state) / job.layout.dp),
-    }
-    return {name: size for name, size in lines.items() if size}
+    lines = max(rank_lines(job, spec), key=lambda lines: sum(lines.values()))
+    names = {"weights": "parameters", "gathered": "gathered_parameters"}
+    found = {"process": PROCESS_BYTES, **{names.get(name, name): size for name, size in lines.items()}}
+    found["checkpoint_copy"] = _checkpoint_copy(job, spec)
+    return {name: size for name, size in found.items() if size}
 
 
 def job_bytes(job: Job, spec: ModelSpec, machine: Machine) -> int:
@@ -78,7 +81,7 @@ def job_bytes(job: Job, spec: ModelSpec, machine: Machine) -> int:
 def memory_problem(job: Job, spec: ModelSpec, machine: Machine) -> Problem | None:
     """The problem `memory` where the estimate is above the machine's memory; None where it fits or isn't known."""
     limit = machine.limit_bytes
-    if limit is None or job.precision.recipe not in RECIPES or job.layout.dp % job.replicas:
+    if limit is None or not _fits_together(job, spec):
         return None
     needed = job_bytes(job, spec, machine)
     if needed <= limit:
@@ -97,90 +100,153 @@ def memory_problem(job: Job, spec: ModelSpec, machine: Machine) -> Problem | Non
     )
 
 
-class _Stage:
-    """One pipeline stage on one rank: whole (unsharded) sizes of what it holds, in elements unless named bytes."""
-
-    def __init__(self, job: Job, spec: ModelSpec, layers: range, first: bool, last: bool) -> None:
-        layout = job.layout
-        counts = [layer_parameters(spec, layer) for layer in layers]
-        table = spec.vocab_size * spec.hidden_size // layout.tp
-        ends = (table if first else 0) + (table if last and not (spec.tied_embeddings and first) else 0)
-        if first and spec.positions == "learned":
-            ends += spec.max_positions * spec.hidden_size
-        blocks = [_block(c, job) for c in counts]
-        self.largest_block = max([*blocks, ends], default=ends)
-        final_norm = spec.hidden_size * (2 if spec.norm == "layernorm" else 1)
-        self.parameters = sum(blocks) + ends + (final_norm if last else 0)
-        if last and spec.mtp_layers:
-            self.parameters += parameter_counts(spec).mtp // layout.tp
-        self.hidden_matrices = sum(blocks) - sum(c.norms for c in counts)
-        compute = _compute_bytes(job)
-        tokens = math.ceil(job.train.micro_batch * job.data.seq_len / layout.cp)
-        in_flight = min(layout.pp, max(job.train.global_batch // (job.train.micro_batch * layout.dp), 1))
-        per_layer = [_saved_bytes(spec, layer, job) for layer in layers]
-        final = spec.hidden_size * (MASTER_BYTES + 2 * compute) if last else 0  # the sum, its norm, and its gradient
-        self.activation_bytes = math.ceil(in_flight * tokens * (sum(per_layer) + final))
-        widest = max(table if last else 0, _widest_matrix(spec) // layout.tp)
-        cast = compute * widest if compute < MASTER_BYTES else 0
-        self.working_bytes = math.ceil(cast + tokens * max(per_layer, default=0))
-        chunk = min(LOGIT_CHUNK_BYTES, compute * tokens * spec.vocab_size)
-        self.logit_bytes = chunk // layout.tp + MASTER_BYTES * table if last else 0
+def rank_lines(job: Job, spec: ModelSpec) -> list[dict[str, int]]:
+    """Bytes by line of the fullest rank of each pipeline rank: weights, gradients, gradient_sum, optimizer, gathered,
+    activations, working."""
+    layout, sharing = job.layout, _sharing(job, spec)
+    kinds = {moe: block_elements(spec, layout, moe=moe) for moe in (False, True)}
+    found = []
+    for rank, stages in enumerate(layers_by_stage(spec, layout, job.data.seq_len)):
+        held = HeldLayers.of(spec, itertools.chain(*stages.values()))
+        blocks = [kinds[spec.is_moe_layer(layer)] for layer in itertools.chain(*stages.values())]
+        if held.ends:
+            blocks += [prediction_elements(spec, layout)] * spec.mtp_layers
+        sizes = sorted(blocks, key=lambda b: sharing.sharded_dense * b.dense + sharing.sharded_experts * b.experts)
+        largest = functools.reduce(Elements.plus, sizes[-2:])
+        ends = end_elements(spec, layout, begins=held.begins, ends=held.ends).dense
+        lines = state_lines(rank_elements(spec, layout, held), sharing, ends=ends, blocks=largest)
+        lines |= _passing_lines(job, spec, rank, stages)
+        lines["working"] += scattered_bytes(sizes[-1], sharing)
+        found.append({name: math.ceil(size) for name, size in lines.items()})
+    return found
 
 
-def _stages(job: Job, spec: ModelSpec) -> Iterator[_Stage]:
-    pp = job.layout.pp
-    sizes = list(job.layout.stage_layers) or [math.ceil(spec.num_layers / pp)] * pp
-    start = 0
-    for index, size in enumerate(sizes):
-        layers = range(min(start, spec.num_layers), min(start + size, spec.num_layers))
-        yield _Stage(job, spec, layers, first=index == 0, last=index == len(sizes) - 1)
-        start += size
-
-
-def _block(counts: LayerCounts, job: Job) -> int:
+def _sharing(job: Job, spec: ModelSpec) -> Sharing:
     layout = job.layout
-    dense = (counts.attention + counts.dense_ffn) // layout.tp
-    return dense + counts.experts // (layout.ep * layout.etp) + counts.router + counts.norms
+    data = job.shard * layout.cp
+    local = spec.moe.num_experts // layout.ep if spec.moe is not None else 1
+    experts = data * layout.tp // (layout.ep * layout.etp)
+    several = job.train.global_batch > job.unit * job.replicas
+    return sharing_of(
+        Copies(data=data, experts=experts, replicas=job.replicas, local_experts=local),
+        sharded=int(layout.dp_shard != "none"),
+        full=int(layout.dp_shard == "full"),
+        accumulates=int(layout.pp > 1 or (layout.dp_shard == "optimizer" and several)),
+        muon=int(job.train.optimizer == "muon"),
+    )
 
 
-def _optimizer_bytes(job: Job, stage: _Stage) -> int:
-    """AdamW: two moments. Muon: one momentum for the hidden matrices, AdamW's two for the rest."""
-    muon = stage.hidden_matrices if job.train.optimizer == "muon" else 0
-    return MASTER_BYTES * (2 * (stage.parameters - muon) + muon)
+def _passing_lines(job: Job, spec: ModelSpec, rank: int, stages: Mapping[int, range]) -> dict[str, float]:
+    layout, wide = job.layout, compute_bytes(job)
+    sizes = Sizes.of(layout, wide, job.train.micro_batch)
+    table = math.ceil(spec.vocab_size / layout.tp) * spec.hidden_size
+    tokens = job.train.micro_batch * job.data.seq_len / layout.cp
+    passing = Passing(tokens=tokens, stream=sizes.sequence, wide=wide, hidden=spec.hidden_size, table=table)
+    parts = _made_again(job, spec, sorted(itertools.chain(*stages.values())))
+    last = spec.num_layers - 1
+
+    def saved(layer: int) -> float:
+        return layer_bytes(spec, layer, parts[layer], sizes)
+
+    held, loss = {}, {}
+    for stage, layers in stages.items():
+        ends = last in layers
+        ahead = saved(last) if ends else 0.0
+        held[stage], loss[stage] = held_bytes(
+            passing, sum(map(saved, layers)), ends=int(ends), predictions=spec.mtp_layers, prediction=ahead
+        )
+    whole = HeldLayers.of(spec, parts)
+    rows = tokens / layout.tp * spec.moe.top_k if spec.moe is not None and whole.moe else 0.0
+    matrix = widest_matrix(spec, layout, moe=whole.moe > 0)
+    again = max(layer_bytes(spec, layer, (), sizes) - saved(layer) for layer in parts)
+    working = working_bytes(passing, matrix=matrix, rows=rows, again=again, ends=int(whole.ends))
+    activations = most_held(job, rank, held, loss)
+    if job.train.recompute_gb is not None:  # what is chosen fills the budget as far as it goes
+        activations = min(activations, job.train.recompute_gb * 1e9 + max(loss.values()))
+    return {"activations": activations, "working": working}
 
 
-def _compute_bytes(job: Job) -> int:
+def _made_again(job: Job, spec: ModelSpec, layers: Sequence[int]) -> dict[int, frozenset[str]]:
+    """The parts of each layer of a rank that its policy makes again; none for a budget, which chooses by itself."""
+    train = job.train
+    policy = RECOMPUTE.get(train.recompute, RECOMPUTE["none"])
+    wanted = policy.parts if train.recompute_modules is None else train.recompute_modules
+    count = (train.recompute_layers or 0) if policy.by_layer else len(layers)
+    return {layer: frozenset(wanted if i < count else ()) for i, layer in enumerate(layers)}
+
+
+def most_held(job: Job, rank: int, held: Mapping[int, float], loss: Mapping[int, float]) -> float:
+    """The most that a pipeline rank holds at a time of its micro-batches, each stage from F to B, or to W where the
+    backward pass is split: its loss only to I."""
+    layout = job.layout
+    if layout.pp == 1:
+        return held[0]
+    count = job.micro_batches
+    if layout.schedule != "gpipe":
+        count = min(count, 4 * layout.pp)  # by then a pipeline runs as it will go on
+    now = most = 0.0
+    for action in _actions(layout.schedule, layout.pp, count, layout.virtual_stages)[rank]:
+        stage = action.stage
+        if action.kind == "F":
+            now += held[stage]
+        elif action.kind == "B":
+            now -= held[stage]
+        elif action.kind == "I":
+            now -= loss[stage]
+        elif action.kind == "W":
+            now -= held[stage] - loss[stage]
+        most = max(most, now)
+    return most
+
+
+@functools.lru_cache(maxsize=8)
+def _actions(name: str, pp: int, num_micro: int, virtual_stages: int) -> list[list[Action]]:
+    return schedule_actions(name, pp, num_micro, virtual_stages)
+
+
+def compute_bytes(job: Job) -> int:
+    """Of an element of the compute type."""
     return 4 if RECIPES[job.precision.recipe].compute == "fp32" else 2
 
 
-def _widest_matrix(spec: ModelSpec) -> int:
-    """Elements of the largest packed projection of a layer: gate and up, or query, key and value."""
-    if spec.mla is not None:
-        return spec.hidden_size * 2 * spec.ffn_size
-    packed = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    return spec.hidden_size * max(packed, (2 if spec.gated else 1) * spec.ffn_size)
-
-
-def _saved_bytes(spec: ModelSpec, layer: int, job: Job) -> float:
-    """Bytes that one layer saves for backward, per token.
-
-    The residual stream is fp32 and is saved by both norms; their outputs, q, k, v (once more before the qk-norm),
-    the attention output, gate and up and their product are in the compute type; log-sum-exp is fp32 for each head.
-    """
-    hidden, heads, mla, moe, tp = spec.hidden_size, spec.num_heads, spec.mla, spec.moe, job.layout.tp
-    value_dim = spec.head_dim if mla is None else mla.v_head_dim
-    qkv = heads * spec.head_dim + spec.num_kv_heads * (spec.head_dim + value_dim)
-    inner = qkv * (2 if spec.qk_norm else 1) + heads * value_dim
-    if mla is not None:
-        inner += 2 * (mla.kv_lora_rank + (mla.q_lora_rank or 0))
-    per_width = 3 if spec.gated else 2
-    if moe is not None and spec.is_moe_layer(layer):
-        inner += moe.top_k * (hidden + per_width * moe.expert_ffn_size) + per_width * moe.shared_ffn_size
+def widest_matrix(spec: ModelSpec, layout: Layout, *, moe: bool) -> int:
+    """Elements of the largest weight of a rank's blocks: gate and up together, or of experts either of them."""
+    hidden, mla, tp = spec.hidden_size, spec.mla, layout.tp
+    widest = hidden * ((2 if spec.gated else 1) * spec.ffn_size // tp)
+    if mla is None:
+        widest = max(widest, hidden * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp)
     else:
-        inner += per_width * spec.ffn_size
-    compute = _compute_bytes(job)
-    outer = 2 * hidden * (MASTER_BYTES + compute)
-    return outer / (tp if job.layout.sequence_parallel else 1) + (compute * inner + 4 * heads) / tp
+        widest = max(widest, (mla.q_lora_rank or hidden) * spec.num_heads * spec.head_dim // tp)
+    if spec.moe is not None and moe:
+        width = spec.moe.expert_ffn_size // layout.etp
+        return max(widest, spec.moe.num_experts // layout.ep * width * hidden)
+    return widest
+
+
+def _checkpoint_copy(job: Job, spec: ModelSpec) -> int:
+    """This rank's part of a checkpoint: ranks that hold the same write different parts of it."""
+    layout, largest = job.layout, 0
+    for stages in layers_by_stage(spec, layout, job.data.seq_len):
+        e = rank_elements(spec, layout, HeldLayers.of(spec, itertools.chain(*stages.values())))
+        one_moment = e.matrices + e.experts if job.train.optimizer == "muon" else 0
+        largest = max(largest, 3 * (e.dense + e.experts) - one_moment)
+    return math.ceil(MASTER_BYTES * largest / layout.dp)
+
+
+def _fits_together(job: Job, spec: ModelSpec) -> bool:
+    """Whether the job's sizes divide as they must; otherwise other problems say so, and nothing can be counted."""
+    layout, moe = job.layout, spec.moe
+    if job.precision.recipe not in RECIPES or layout.dp % job.replicas or layout.schedule not in SCHEDULES:
+        return False
+    if job.shard * layout.cp * layout.tp % (layout.ep * layout.etp) or (moe and moe.num_experts % layout.ep):
+        return False
+    try:
+        layers_by_stage(spec, layout, job.data.seq_len)
+        if layout.pp > 1:
+            check_shape(layout.schedule, layout.pp, job.micro_batches, layout.virtual_stages)
+    except (ValueError, ConfigError):
+        return False
+    return job.micro_batches > 0
 
 
 def _fixes(job: Job, spec: ModelSpec, machine: Machine, limit: int) -> list[str]:

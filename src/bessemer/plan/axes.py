@@ -77,6 +77,7 @@ class Request:
     era: str = "megatron-2026"
     calibration: Calibration | None = None
     machine_path: str | None = None  # where the machine was read from, if not by its name
+    own: bool = False  # whether memory is that of Bessemer's own trainer; else of the software of `era`
 
     @property
     def rank_machine(self) -> Machine:

@@ -111,6 +111,7 @@ def prices_of(request: Request, layouts: Layouts) -> Priced:
         seq_len=request.seq_len,
         calibration=request.calibration,
         era=request.era,
+        own=request.own,
     )
     return Priced(request, layouts, prices)
 

@@ -16,6 +16,7 @@ from bessemer.plan.data_parallel import data_parallel_s
 from bessemer.plan.dims import dims_of
 from bessemer.plan.layer import CATEGORIES, Work
 from bessemer.plan.memory import MEMORY_LINES, Memory, memory_of
+from bessemer.plan.own_memory import own_memory
 from bessemer.plan.rates import rates_of
 from bessemer.plan.step import Case, offload_s, optimizer_step_s, pipeline_s, slowest_rank
 
@@ -72,10 +73,12 @@ def price(  # noqa: PLR0913 - the request has that many parts
     calibration: Calibration | None = None,
     era: str = DEFAULT_ERA,
     work: Work | None = None,
+    own: bool = False,
 ) -> Prices:
     """Prices `layouts` of one model on one machine.
 
-    `work` says more about the step than `seq_len` (LoRA, packed sequences, expert imbalance). ValueError where a
+    `work` says more about the step than `seq_len` (LoRA, packed sequences, expert imbalance). `own`: with the memory of
+    Bessemer's own trainer instead of that of the era's software. ValueError where a
     layout doesn't use `num_gpus` ranks or `global_batch` isn't micro_batch x dp x a whole number: such layouts are the
     enumeration's to leave out. ConfigError for a machine without figures, KeyError for an unknown era.
     """
@@ -90,7 +93,11 @@ def price(  # noqa: PLR0913 - the request has that many parts
     constants = (calibration or default_calibration()).resolve(gpus, era)
     job = work or Work(seq=float(seq_len))
     case = Case(layouts, dims_of(spec), job, rates_of(machine), constants, global_batch / each)
-    return price_case(case, calibrated=gpus[-1] != "generic")
+    prices = price_case(case, calibrated=gpus[-1] != "generic", memory=not own)
+    if own:
+        prices.memory = own_memory(layouts, spec, job.seq, case.num_micro, constants.memory_base_bytes)
+        prices.memory_bytes = prices.memory.total
+    return prices
 
 
 def price_case(case: Case, *, calibrated: Any = True, memory: bool = True) -> Prices:

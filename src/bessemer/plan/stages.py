@@ -11,6 +11,7 @@ from bessemer.plan.dims import dims_of
 from bessemer.plan.figures import Priced
 from bessemer.plan.layer import Work
 from bessemer.plan.memory import stage_lines
+from bessemer.plan.own_memory import own_rank_lines
 from bessemer.plan.pipeline import stage_layers
 from bessemer.plan.replayed import passes_of
 
@@ -21,6 +22,10 @@ def stage_memory(priced: Priced, index: int) -> list[dict[str, float]]:
     """Bytes by line of each pipeline rank at its peak, from the first to the last."""
     request, one = priced.request, priced.layouts.take(np.array([index]))
     constants = (request.calibration or default_calibration()).resolve(gpu_of(request.machine), request.era)
+    if request.own:
+        micro = priced.prices.num_micro[[index]]
+        every = own_rank_lines(one, request.padded, request.seq_len, micro, constants.memory_base_bytes)
+        return [{name: size for name, size in lines.items() if size > 0} for lines in every]
     dims, work = dims_of(request.padded), Work(seq=float(request.seq_len))
     pp = int(one.pp[0])
     first, middle, last = stage_layers(dims.layers, one.pp, one.virtual_stages, one.first_layers, one.last_layers)

@@ -10,35 +10,46 @@ was made inside is counted until it is freed, also after the end.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["AllocationSample"]
 
 
-class AllocationSample(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocationSample(TorchDispatchMode):
     """Sees what torch's operators return, so also the buffers of kernels that torch doesn't dispatch. May be entered
-    again to go on; `peak_bytes` is the most that was alive after any operator."""
+    again to go on; `peak_bytes` is the most that was alive after any operator since the start or `restart`.
 
-    def __init__(self) -> None:
+    meta: count tensors on the meta device, which stand for real ones in a dry run, and only these; otherwise they are
+    left out.
+    """
+
+    def __init__(self, *, meta: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[StorageWeakRef, int] = {}
-        self._known: set[StorageWeakRef] = set()
+        self._meta = meta
+        self._alive = 0
+        # by storage: keeps it from being taken for another one at the same place, and tells when it goes
+        self._known: dict[int, weakref.ref[Any]] = {}
         self.peak_bytes = 0
 
     def ignore(self, *tensors: torch.Tensor) -> None:
         """Leave out the storages of tensors that were made before: a view of one is no allocation."""
-        self._known.update(map(_storage, tensors))
+        for tensor in tensors:
+            self._note(tensor, made=False)
 
     def alive_bytes(self) -> int:
         """Bytes of all storages that still exist."""
-        self._sizes = {s: size for s, size in self._sizes.items() if not s.expired()}  # type: ignore[no-untyped-call]
-        return sum(self._sizes.values())
+        return self._alive
+
+    def restart(self) -> int:
+        """Bytes alive now, from which the peak is looked for anew."""
+        self.peak_bytes = self._alive
+        return self._alive
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -52,21 +63,22 @@ class AllocationSample(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             self._note(tensor, made=True)
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
+        self.peak_bytes = max(self.peak_bytes, self._alive)
         return out
 
     def _note(self, tensor: Any, *, made: bool) -> None:
         """An argument that wasn't made inside is older than the sample."""
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+        if not isinstance(tensor, torch.Tensor) or (tensor.device.type == "meta") != self._meta:
             return
-        storage = _storage(tensor)
-        if storage in self._sizes or storage in self._known:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
             return
-        if made:
-            self._sizes[storage] = tensor.untyped_storage().nbytes()
-        else:
-            self._known.add(storage)
+        size = storage.nbytes() if made else 0
+        self._alive += size
 
+        def gone(_: object) -> None:
+            self._alive -= size
+            del self._known[key]
 
-def _storage(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._known[key] = weakref.ref(storage, gone)

@@ -7,7 +7,6 @@ them. The rank's own program of passes and transfers then says how much of that 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bessemer.core.job import Job
 from bessemer.models.canonical import local, pieces
@@ -27,12 +24,13 @@ from bessemer.models.decoder import Decoder
 from bessemer.ops.deferred import put_off_weight_gradients
 from bessemer.parallel.mesh import Mesh
 from bessemer.parallel.program import Step
+from bessemer.runtime.allocations import AllocationSample
 from bessemer.train.optim import Optimizer
 
-__all__ = ["StageBytes", "peak_bytes", "stage_bytes", "state_bytes"]
+__all__ = ["StageBytes", "peak_bytes", "scattered_bytes", "stage_bytes", "state_bytes"]
 
 
-def state_bytes(job: Job, module: nn.Module, mesh: Mesh) -> dict[str, int]:
+def state_bytes(job: Job, module: Decoder, mesh: Mesh) -> dict[str, int]:
     """Bytes by line of what a rank holds for the whole run; `module` is sharded and may be on the meta device.
 
     weights, optimizer: this rank's share.  gradients: with the copy that is summed over other ranks, and whole ones
@@ -70,7 +68,7 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
-def _gathered_bytes(module: nn.Module, kind: str) -> int:
+def _gathered_bytes(module: Decoder, kind: str) -> int:
     """Of all blocks; if they are dropped after use, of the embedding and head, which stay for a whole pass, of the
     largest block and of the next one on its way."""
     if not isinstance(module, FSDPModule):
@@ -80,47 +78,16 @@ def _gathered_bytes(module: nn.Module, kind: str) -> int:
     return root + sum(blocks if kind != "full" else sorted(blocks)[-2:])
 
 
+def scattered_bytes(job: Job, module: Decoder, mesh: Mesh) -> int:
+    """What FSDP needs for a moment where it scatters a block's gradients after its backward pass: whole ones, and the
+    copy that it sends."""
+    if not isinstance(module, FSDPModule) or _gradients_stay_whole(job, mesh):
+        return 0
+    return 2 * max(_sharded_bytes(block) for block in (*module.blocks.values(), *module.mtp))
+
+
 def _sharded_bytes(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters() if isinstance(p, DTensor))
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators have made inside and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def from_here(self) -> int:
-        """Bytes alive now; `peak` starts from them."""
-        self.peak = self.now
-        return self.now
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_leaves((args, kwargs)):
-            self._note(tensor, made=False)
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            self._note(tensor, made=True)
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _note(self, tensor: Any, *, made: bool) -> None:
-        if not isinstance(tensor, Tensor):
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        size = storage.nbytes() if made else 0
-        self.now += size
-
-        def gone(_: object) -> None:
-            self.now -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, gone)
 
 
 @dataclass(frozen=True)
@@ -140,31 +107,33 @@ def stage_bytes(module: Decoder, layers: range, tokens_BS: Tensor, *, split_back
     """Runs a micro-batch through `layers` of a module on the meta device, forward and backward."""
     for param in module.parameters():
         param.grad = torch.empty_like(param) if param.requires_grad else None
-    with LiveBytes() as live:
-        _passes(module, layers, tokens_BS, live, split_backward=split_backward)  # makes what stays: rotation tables
-        return _passes(module, layers, tokens_BS, live, split_backward=split_backward)
+    with AllocationSample(meta=True) as sample:
+        _passes(module, layers, tokens_BS, sample, split_backward=split_backward)  # makes what stays: rotation tables
+        return _passes(module, layers, tokens_BS, sample, split_backward=split_backward)
 
 
-def _passes(module: Decoder, layers: range, tokens_BS: Tensor, live: LiveBytes, *, split_backward: bool) -> StageBytes:
+def _passes(
+    module: Decoder, layers: range, tokens_BS: Tensor, sample: AllocationSample, *, split_backward: bool
+) -> StageBytes:
     begins, ends = layers.start == 0, layers.stop == module.spec.num_layers
     shape = stream_shape(module, *tokens_BS.shape)
-    start = live.from_here()
+    start = sample.restart()
     x = None if begins else torch.empty(shape, device="meta", requires_grad=True)
     with put_off_weight_gradients() if split_backward else nullcontext() as queue:
         out = module(tokens_BS, tokens_BS, layers=layers, stream_BSD=x)[0]
-        during = {"F": live.peak - start}
+        during = {"F": sample.peak_bytes - start}
         root: Any = out if ends else get_gradient_edge(out)
         del out
-        held = live.from_here() - start
+        held = sample.restart() - start
         torch.autograd.backward(root, None if ends else torch.empty(shape, device="meta"))
         del root
-        during["B" if queue is None else "I"] = live.peak - start
+        during["B" if queue is None else "I"] = sample.peak_bytes - start
         work = None if queue is None else queue.take()
     del x
-    waiting = live.from_here() - start
+    waiting = sample.restart() - start
     if work is not None:
         work.run()
-        during["W"] = live.peak - start
+        during["W"] = sample.peak_bytes - start
     stream = torch.empty(shape, device="meta").nbytes
     return StageBytes(held, waiting, during, 0 if begins else stream, 0 if ends else stream)
 

@@ -8,29 +8,43 @@ ones, and tensors lie on the meta device. Operators tell what their CPU kernels 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._C._distributed_c10d import FakeProcessGroup
 
+from bessemer.core.held import layers_by_stage
 from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
-from bessemer.core.schedules import SCHEDULES, schedule_actions, stages_of_rank
-from bessemer.core.stages import num_stages, stage_ranges
+from bessemer.core.schedules import SCHEDULES, schedule_actions
 from bessemer.models.decoder import Decoder
 from bessemer.parallel.axes import held_layers, split_of
 from bessemer.parallel.data import shard
 from bessemer.parallel.expert import ExpertParallel
 from bessemer.parallel.mesh import Mesh, build_mesh
 from bessemer.parallel.program import Step, rank_program, transfer_order
+from bessemer.parallel.recompute import apply_recompute
 from bessemer.train.assembly import COMPUTE_DTYPES
-from bessemer.train.dry_memory import StageBytes, peak_bytes, stage_bytes, state_bytes
+from bessemer.train.dry_memory import StageBytes, peak_bytes, scattered_bytes, stage_bytes, state_bytes
 
 __all__ = ["RankMemory", "dry_run"]
+
+
+_BACKEND = "shapes"
+
+
+def _fake_group(common: Any, options: Any) -> FakeProcessGroup:
+    """What torch's backend "fake" is made of. That one doesn't know the meta device."""
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # type: ignore[call-arg]
+
+
+dist.Backend.register_backend(_BACKEND, _fake_group, extended_api=True, devices=["cpu", "meta"])
 
 
 @dataclass(frozen=True)
@@ -68,11 +82,14 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    hook = sys.excepthook  # torch puts one in its place that names the rank
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def _rank(job: Job, spec: ModelSpec, mesh: Mesh, known: dict[object, StageBytes]) -> RankMemory:
@@ -80,10 +97,9 @@ def _rank(job: Job, spec: ModelSpec, mesh: Mesh, known: dict[object, StageBytes]
     whole, sharded = (_share(job, spec, mesh, layers) for _ in range(2))
     shard(sharded, mesh, job.layout.dp_shard)
     lines = state_bytes(job, sharded, mesh)
-    held, most = peak_bytes(*_passes(job, spec, mesh, whole, known))
-    lines |= {"activations": held, "working": most - held}
-    parameters = lines["weights"] // torch.float32.itemsize
-    return RankMemory(mesh.at("pp"), layers, parameters, lines)
+    held, most = peak_bytes(_program(job, mesh), _stages(job, mesh, whole, known))
+    lines |= {"activations": held, "working": most - held + scattered_bytes(job, sharded, mesh)}
+    return RankMemory(mesh.at("pp"), layers, lines["weights"] // torch.float32.itemsize, lines)
 
 
 def _share(job: Job, spec: ModelSpec, mesh: Mesh, layers: tuple[int, ...]) -> Decoder:
@@ -93,29 +109,29 @@ def _share(job: Job, spec: ModelSpec, mesh: Mesh, layers: tuple[int, ...]) -> De
     return module
 
 
-def _passes(
-    job: Job, spec: ModelSpec, mesh: Mesh, module: Decoder, known: dict[object, StageBytes]
-) -> tuple[list[Step], dict[int, StageBytes]]:
-    """What the rank does for a unit, and the bytes of each of its stages; like stages are run once."""
-    layout = job.layout
-    tokens_BS = torch.empty(job.train.micro_batch, job.data.seq_len, dtype=torch.int64, device="meta")
+def _program(job: Job, mesh: Mesh) -> list[Step]:
+    """What the rank does for a unit."""
+    layout, rank = job.layout, mesh.at("pp")
     if layout.pp == 1:
-        stage = stage_bytes(module, range(spec.num_layers), tokens_BS, split_backward=False)
-        return [Step("F", 0, 0), Step("B", 0, 0)], {0: stage}
-    kind, ranges = SCHEDULES[layout.schedule], stage_ranges(spec, layout, job.data.seq_len)
-    chunks, stages = num_stages(layout) // layout.pp, {}
-    for stage in stages_of_rank(kind, layout.pp, chunks, mesh.at("pp")):
-        layers = ranges[stage]
-        alike = (
-            stage == 0,
-            layers.stop == spec.num_layers,
-            tuple((spec.is_moe_layer(i), spec.window(i)) for i in layers),
-        )
-        if alike not in known:
-            known[alike] = stage_bytes(module, layers, tokens_BS, split_backward=kind.split_backward)
-        stages[stage] = known[alike]
+        return [Step("F", 0, 0), Step("B", 0, 0)]
     ranks = schedule_actions(layout.schedule, layout.pp, job.micro_batches, layout.virtual_stages)
-    return rank_program(mesh.at("pp"), ranks[mesh.at("pp")], transfer_order(ranks)), stages
+    return rank_program(rank, ranks[rank], transfer_order(ranks))
+
+
+def _stages(job: Job, mesh: Mesh, module: Decoder, known: dict[object, StageBytes]) -> dict[int, StageBytes]:
+    """A micro-batch through each stage of the rank; stages that are alike are run once for all ranks (`known`)."""
+    layout, spec = job.layout, module.spec
+    applied = apply_recompute(module, job, mesh.at("pp"))
+    split = layout.pp > 1 and SCHEDULES[layout.schedule].split_backward
+    tokens_BS = torch.empty(job.train.micro_batch, job.data.seq_len, dtype=torch.int64, device="meta")
+    found = {}
+    for stage, layers in layers_by_stage(spec, layout, job.data.seq_len)[mesh.at("pp")].items():
+        kinds = tuple((spec.is_moe_layer(i), spec.window(i), applied.parts[i]) for i in layers)
+        alike = (layers.start == 0, layers.stop == spec.num_layers, kinds)
+        if alike not in known:
+            known[alike] = stage_bytes(module, layers, tokens_BS, split_backward=split)
+        found[stage] = known[alike]
+    return found
 
 
 class _EvenExperts(ExpertParallel):

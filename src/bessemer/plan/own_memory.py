@@ -1,0 +1,288 @@
+"""Peak memory of a rank of Bessemer's own trainer for many layouts, by the closed form of `bessemer.core.rank_memory`.
+
+`bessemer.plan.memory` has the habits of other engines, fitted to what they were measured to need; this is the profile
+of the engine that runs the jobs that a search writes: fp32 masters and stream, stages as `core.stages` cuts them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bessemer.core.held import Elements, HeldLayers, block_elements, end_elements, layers_by_stage, prediction_elements
+from bessemer.core.layout import Layout
+from bessemer.core.memory import widest_matrix
+from bessemer.core.model import ModelSpec
+from bessemer.core.rank_memory import (
+    Copies,
+    Passing,
+    Sharing,
+    held_bytes,
+    scattered_bytes,
+    sharing_of,
+    state_lines,
+    working_bytes,
+)
+from bessemer.core.recipes import RECIPES
+from bessemer.core.recompute import RECOMPUTE
+from bessemer.core.saved import Sizes, layer_bytes
+from bessemer.core.schedules import SCHEDULES
+from bessemer.plan.memory import MEMORY_LINES, Memory
+from bessemer.plan.pipeline import spelled_stages
+from bessemer.plan.space import CP_KINDS, DP_SHARDS, Layouts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["own_memory", "own_rank_lines"]
+
+_SCHEDULES = tuple(SCHEDULES)
+_STAYS = 0.1
+"""Of offloaded activations, on the device."""
+
+
+def own_memory(lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtime_bytes: float = 0.0) -> Memory:
+    """The heaviest rank. Of ranks that hold alike, only the first: a later one holds no more micro-batches.
+
+    runtime_bytes: what the device's libraries take for themselves."""
+    if len(lay) == 0:
+        return Memory(dict.fromkeys(MEMORY_LINES, np.zeros(0)), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    ranks = _Ranks(lay, spec, seq, num_micro)
+    found, slot = ranks.lines(0), np.zeros(len(lay), np.int64)
+    total = np.sum(list(found.values()), axis=0)
+    runtime = np.full(len(lay), float(runtime_bytes))
+    for other in range(1, ranks.slots):
+        lines = ranks.lines(other)
+        size = np.sum(list(lines.values()), axis=0)
+        more = size > total
+        found = {name: np.where(more, lines[name], found[name]) for name in found}
+        total, slot = np.where(more, size, total), np.where(more, other, slot)
+    return Memory({**found, "runtime": runtime}, ranks.rank_of(slot), np.ones(len(lay), np.int64))
+
+
+def own_rank_lines(
+    lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtime_bytes: float = 0.0
+) -> list[dict[str, float]]:
+    """Bytes by line of each pipeline rank of one layout."""
+    ranks = _Ranks(lay, spec, seq, num_micro, every=True)
+    lines = [{name: float(size[0]) for name, size in ranks.lines(slot).items()} for slot in range(ranks.slots)]
+    return [{**rank, "runtime": runtime_bytes} for rank in lines]
+
+
+class _Ranks:
+    """Layouts with their pipeline ranks in `slots`; where a layout has fewer, its last one is repeated."""
+
+    def __init__(self, lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, *, every: bool = False) -> None:
+        self.lay, self.spec, self.num_micro = lay, spec, num_micro
+        columns = ("pp", "schedule", "virtual_stages", "first_layers", "last_layers")
+        most = np.minimum(np.asarray(num_micro), 2 * lay.pp).astype(np.int64)  # no stage lets more wait
+        kinds, which = _unique(lay, columns, functools.partial(_ranks, spec, int(seq), every), most)
+        self.slots = max(map(len, kinds))
+        filled = np.array([[*ranks, *[ranks[-1]] * (self.slots - len(ranks))] for ranks in kinds], float)
+        self._held = filled[which]  # [S, slots, what `_ranks` gives]
+        self._sizes = _columns(lay, ("tp", "ep", "etp"), functools.partial(_elements, spec))
+        block = ("tp", "sequence_parallel", "cp", "cp_kind", "ep", "etp", "recompute", "recipe")
+        several = np.minimum(lay.micro_batch, 2)  # sequences: more than one are put in another order here and there
+        self._saved = _columns(lay, block, functools.partial(_saved, spec), several)
+        wide = np.array([4.0 if r.compute == "fp32" else 2.0 for r in RECIPES.values()])[lay.recipe]
+        stream = np.where(lay.sequence_parallel > 0, lay.tp, 1)
+        tokens, table = lay.micro_batch * seq / lay.cp, self._sizes["table"]
+        self._passing = Passing(tokens=tokens, stream=stream, wide=wide, hidden=spec.hidden_size, table=table)
+        self._sharing = _sharing(lay, self._sizes["local_experts"], num_micro)
+
+    def rank_of(self, slot: NDArray[np.int64]) -> NDArray[np.int64]:
+        rank: NDArray[np.int64] = self._held[np.arange(len(slot)), slot, 0].astype(np.int64)
+        return rank
+
+    def lines(self, slot: int) -> dict[str, NDArray[np.float64]]:
+        """By `MEMORY_LINES`; what the library takes for itself is not among them."""
+        _, dense, moe, begins, ends, *waiting = self._held[:, slot].T
+        state, working = self._state(dense, moe, begins, ends)
+        activations, most = self._pass(waiting, moe, dense + moe, ends)
+        found = {
+            "weights": state["weights"],
+            "gradients": state["gradients"] + state["gradient_sum"],
+            "optimizer": state["optimizer"] * np.where(self.lay.offload_optimizer > 0, 0.0, 1.0),
+            "activations": activations * np.where(self.lay.offload_activations > 0, _STAYS, 1.0),
+            "transient": working + most,
+            "gathered": state["gathered"],
+        }
+        zero = np.zeros(len(self.lay))
+        return {name: found.get(name, zero) + zero for name in MEMORY_LINES}
+
+    def _state(self, dense: Any, moe: Any, begins: Any, ends: Any) -> tuple[dict[str, Any], Any]:
+        """Lines of the state, and the most of FSDP's whole gradients of a block."""
+        e, s, mtp = self._sizes, self._sharing, self.spec.mtp_layers
+        again = ends * (1 - begins) * float(self.spec.tied_embeddings or mtp > 0)  # the embedding's copy at the end
+        around = (begins + again) * e["table"] + begins * e["positions"] + ends * e["last"]
+        plain, routed, ahead = (Elements(*(e[f"{k}.{f}"] for f in Elements._fields)) for k in _BLOCKS)
+        whole = Elements(around).plus(plain, dense).plus(routed, moe).plus(ahead, ends * mtp)
+        first = _where(moe > 0, routed, plain)
+        second = _where(moe > 1, routed, Elements(0).plus(plain, dense > (moe == 0)))
+        if mtp:
+            first, second = _where(ends > 0, ahead, first), _where(ends > 0, first, second)
+        lines = state_lines(whole, s, ends=around, blocks=first.plus(second))
+        return lines, scattered_bytes(first, s)
+
+    def _pass(self, waiting: Any, moe: Any, layers: Any, ends: Any) -> tuple[Any, Any]:
+        """Bytes that wait for backward passes, and those that a pass needs for a moment. waiting: dense and MoE layers
+        times the micro-batches that wait in them."""
+        lay, spec, p = self.lay, self.spec, self._passing
+        by_layer = np.array([r.by_layer for r in RECOMPUTE.values()])[lay.recompute] & (lay.recompute_layers > 0)
+        share = np.where(by_layer, np.minimum(lay.recompute_layers / np.maximum(layers, 1), 1), 1.0)
+        plain, routed = (share * self._saved[k] + (1 - share) * self._saved[f"{k}.all"] for k in ("plain", "routed"))
+        last = routed if spec.is_moe_layer(spec.num_layers - 1) else plain
+        held, _ = held_bytes(p, 0.0, ends=ends, predictions=spec.mtp_layers, prediction=last)
+        gpipe = (lay.schedule == _SCHEDULES.index("gpipe")) & (lay.pp > 1)
+        times = np.where(gpipe, self.num_micro, 1)
+        rows = p.tokens / lay.tp * (spec.moe.top_k if spec.moe else 0) * (moe > 0)
+        matrix = np.where(moe > 0, self._sizes["widest.routed"], self._sizes["widest.plain"])
+        all_held = times * (p.tokens * (waiting[0] * plain + waiting[1] * routed) + held)
+        again = np.where(
+            moe > 0, self._saved["routed.all"] - self._saved["routed"], self._saved["plain.all"] - self._saved["plain"]
+        )
+        return all_held, working_bytes(p, matrix=matrix, rows=rows, again=again, ends=ends)
+
+
+_BLOCKS = ("plain", "routed", "ahead")
+
+
+def _where(condition: Any, yes: Elements, no: Elements) -> Elements:
+    return Elements(*(np.where(condition, a, b) for a, b in zip(yes, no, strict=True)))
+
+
+def _sharing(lay: Layouts, local_experts: Any, num_micro: Any) -> Sharing:
+    sharded, full = lay.dp_shard > 0, lay.dp_shard == DP_SHARDS.index("full")
+    replicas = np.where(sharded, lay.replicas, 1)
+    data = lay.dp * lay.cp // replicas
+    experts = np.maximum(data * lay.tp // (lay.ep * lay.etp), 1)
+    accumulates = (lay.pp > 1) | ((lay.dp_shard == DP_SHARDS.index("optimizer")) & (np.asarray(num_micro) > 1))
+    copies = Copies(data=data, experts=experts, replicas=replicas, local_experts=local_experts)
+    return sharing_of(copies, sharded=sharded * 1, full=full * 1, accumulates=accumulates * 1)
+
+
+def _unique(
+    lay: Layouts, columns: tuple[str, ...], build: Callable[..., Any], *more: NDArray[np.int64]
+) -> tuple[list[Any], NDArray[np.int64]]:
+    """(`build(*values)` of each combination of columns that occurs, which of them each layout has)."""
+    values = [*(getattr(lay, name) for name in columns), *more]
+    key = np.zeros(len(lay), np.int64)
+    for column in values:
+        key = key * (int(column.max()) + 1) + column
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    return [build(*(int(column[i]) for column in values)) for i in first], which
+
+
+def _columns(
+    lay: Layouts, columns: tuple[str, ...], build: Callable[..., dict[str, float]], *more: NDArray[np.int64]
+) -> dict[str, Any]:
+    built, which = _unique(lay, columns, build, *more)
+    return {name: np.array([one[name] for one in built], float)[which] for name in built[0]}
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranks(spec: ModelSpec, seq: int, every: bool, *pipeline: int) -> tuple[tuple[float, ...], ...]:
+    """Of a pipeline's ranks, or of the first of each kind: rank, dense and MoE layers, whether the model begins and
+    ends there, and dense and MoE layers times the micro-batches that wait in them."""
+    pp, schedule, virtual, first, last, num_micro = pipeline
+    stages = spelled_stages(spec.num_layers, pp, first, last) if virtual == 1 else ()
+    layout = Layout(pp=pp, schedule=_SCHEDULES[schedule], virtual_stages=virtual, stage_layers=stages)
+    try:
+        found_layers = layers_by_stage(spec, layout, seq)
+        ranks = [{s: HeldLayers.of(spec, layers) for s, layers in own.items()} for own in found_layers]
+    except ValueError:  # more stages than layers
+        moe = sum(map(spec.is_moe_layer, range(spec.num_layers))) / pp
+        ranks = [{0: HeldLayers(spec.num_layers / pp - moe, moe, r == 0, r == pp - 1)} for r in range(pp)]
+    found: dict[object, tuple[float, ...]] = {}
+    for rank, own in enumerate(ranks):
+        chunks = list(own.values())
+        waiting = max(
+            _waiting(_SCHEDULES[schedule], (pp, len(chunks), num_micro), rank),
+            key=lambda counts: sum(n * (c.dense + c.moe) for n, c in zip(counts, chunks, strict=True)),
+        )
+        held = HeldLayers(
+            sum(c.dense for c in chunks),
+            sum(c.moe for c in chunks),
+            any(c.begins for c in chunks),
+            any(c.ends for c in chunks),
+        )
+        dense = sum(n * c.dense for n, c in zip(waiting, chunks, strict=True))
+        moe = sum(n * c.moe for n, c in zip(waiting, chunks, strict=True))
+        found.setdefault(rank if every else held, (rank, held.dense, held.moe, held.begins, held.ends, dense, moe))
+    return tuple(found.values())
+
+
+def _waiting(schedule: str, sizes: tuple[int, int, int], rank: int) -> list[tuple[int, ...]]:
+    """Micro-batches that wait for their backward pass (of weights, where it is split) in each stage of a rank when the
+    most do: all that can be the fullest. With gpipe they are all that there are, which is left to the caller."""
+    pp, chunks, num_micro = sizes
+    if pp == 1 or schedule == "gpipe":
+        return [(1,) * chunks]
+    if chunks == 1:
+        return [(min({"zb-h1": pp, "zb-h2": 2 * pp - 1}.get(schedule, pp - rank), num_micro),)]
+    found: list[tuple[int, ...]]
+    if schedule == "zb-v":
+        half = (pp - rank) // 2
+        found = [(2 * pp - 1 - rank, rank + 1), (pp + half, pp - half)]
+    elif schedule == "dualpipev":
+        found = [(2 * pp - rank, rank + 1)]
+    elif schedule == "dualpipe":
+        near = min(rank, pp - 1 - rank)
+        found = [(pp - near, near + 1)]
+    else:
+        found = _interleaved(pp, chunks, num_micro, rank)
+    return [tuple(min(n, num_micro) for n in counts) for counts in found]
+
+
+def _interleaved(pp: int, chunks: int, num_micro: int, rank: int) -> list[tuple[int, ...]]:
+    """After the warm-up of interleaved 1F1B a rank takes one forward and one backward in turn; both go through its
+    chunks in rounds of pp micro-batches, backward from the last one on."""
+    total, period = num_micro * chunks, pp * chunks
+    ahead = min(2 * (pp - rank - 1) + (chunks - 1) * pp, total)
+    counts, found = [0] * chunks, []
+    for i in range(min(ahead + period, total)):
+        counts[i % period // pp] += 1
+        if i >= ahead:
+            found.append(tuple(counts))
+            counts[chunks - 1 - (i - ahead) % period // pp] -= 1
+    return found or [tuple(counts)]
+
+
+def _elements(spec: ModelSpec, tp: int, ep: int, etp: int) -> dict[str, float]:
+    layout = Layout(tp=tp, ep=ep, etp=etp)
+    last = end_elements(spec, layout, begins=False, ends=True).dense
+    table = -(-spec.vocab_size // tp) * spec.hidden_size
+    blocks = {
+        "plain": block_elements(spec, layout, moe=False),
+        "routed": block_elements(spec, layout, moe=spec.moe is not None),
+        "ahead": prediction_elements(spec, layout),
+    }
+    again = float(spec.tied_embeddings or spec.mtp_layers > 0) * table
+    return {
+        "table": table,
+        "positions": spec.max_positions * spec.hidden_size if spec.positions == "learned" else 0,
+        "last": last - again,
+        "local_experts": max(spec.moe.num_experts // ep, 1) if spec.moe is not None else 1,
+        "widest.plain": widest_matrix(spec, layout, moe=False),
+        "widest.routed": widest_matrix(spec, layout, moe=True),
+        **{f"{kind}.{field}": getattr(block, field) for kind, block in blocks.items() for field in Elements._fields},
+    }
+
+
+def _saved(spec: ModelSpec, *columns: int) -> dict[str, float]:
+    """Bytes a token that a layer without and one with experts save, under the columns' recompute and without any."""
+    tp, sequence_parallel, cp, cp_kind, ep, etp, recompute, recipe, micro_batch = columns
+    axes = {"tp": tp, "sequence_parallel": bool(sequence_parallel), "cp": cp, "cp_kind": CP_KINDS[cp_kind]}
+    layout = Layout.model_validate({**axes, "ep": ep, "etp": etp})
+    sizes = Sizes.of(layout, 4 if tuple(RECIPES.values())[recipe].compute == "fp32" else 2, micro_batch)
+    parts = tuple(RECOMPUTE.values())[recompute].parts
+    kinds = {"plain": False, "routed": True}
+    found = {}
+    for name, moe in kinds.items():
+        layer = next((i for i in range(spec.num_layers) if spec.is_moe_layer(i) == moe), None)
+        for suffix, again in (("", parts), (".all", ())):
+            found[name + suffix] = 0.0 if layer is None else layer_bytes(spec, layer, again, sizes)
+    return found
