@@ -209,10 +209,15 @@ def _cheapest(job: Job, spec: ModelSpec, rank: int, pricing: _Pricing) -> Applie
     budget = job.train.recompute_gb * 1e9 / _under_way(job, rank)
     weights = [_blocks(spec, layer) for layer in layers]
     options = [pricing.options(layer) for layer in layers]
-    smallest = [o[-1] for o in options]
-    if sum(w * o.bytes for w, o in zip(weights, smallest, strict=True)) > budget:
+    nothing, everything = [o[0] for o in options], [o[-1] for o in options]
+
+    def fits(picked: Sequence[_Option]) -> bool:
+        return sum(w * o.bytes for w, o in zip(weights, picked, strict=True)) <= budget
+
+    if not fits(everything):
         return None
-    parts = _in_order(spec, layers, _pick(options, weights, budget) or smallest)
+    picked = nothing if fits(nothing) else _pick(options, weights, budget) or everything
+    parts = _in_order(spec, layers, picked)
     seconds = sum(_blocks(spec, i) * pricing.seconds(i, s) for i, s in parts.items())
     return replace(_applied(job, spec, rank, parts), again_s=seconds)
 
