@@ -36,6 +36,7 @@ from bessemer.core.rank_memory import (
     Passing,
     Sharing,
     held_bytes,
+    rotation_bytes,
     scattered_bytes,
     sharing_of,
     state_lines,
@@ -141,7 +142,14 @@ def _passing_lines(job: Job, spec: ModelSpec, rank: int, stages: Mapping[int, ra
     sizes = Sizes.of(layout, wide, job.train.micro_batch)
     table = math.ceil(spec.vocab_size / layout.tp) * spec.hidden_size
     tokens = job.train.micro_batch * job.data.seq_len / layout.cp
-    passing = Passing(tokens=tokens, stream=sizes.sequence, wide=wide, hidden=spec.hidden_size, table=table)
+    passing = Passing(
+        tokens=tokens,
+        stream=sizes.sequence,
+        wide=wide,
+        hidden=spec.hidden_size,
+        table=table,
+        rotations=rotation_bytes(spec, layout.cp),
+    )
     parts = _made_again(job, spec, sorted(itertools.chain(*stages.values())))
     last = spec.num_layers - 1
 

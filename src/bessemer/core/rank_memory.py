@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bessemer.core.held import Elements
+from bessemer.core.model import ModelSpec
 
 __all__ = [
     "MASTER_BYTES",
@@ -17,6 +18,7 @@ __all__ = [
     "Passing",
     "Sharing",
     "held_bytes",
+    "rotation_bytes",
     "scattered_bytes",
     "sharing_of",
     "state_lines",
@@ -116,7 +118,8 @@ def scattered_bytes(block: Elements, s: Sharing) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Passing:
     """What passes through a rank with one micro-batch. tokens: on its context rank; stream: by what the stream is
-    smaller than these; wide: bytes of an element of the compute type; table: elements of the rank's share of the head.
+    smaller than these; wide: bytes of an element of the compute type; table: elements of the rank's share of the head;
+    rotations: bytes a token of rotation tables, which a stage makes for itself where a rank holds parts of sequences.
     """
 
     tokens: Any
@@ -124,6 +127,7 @@ class Passing:
     wide: Any
     hidden: int
     table: Any
+    rotations: Any = 0
 
 
 def held_bytes(p: Passing, layers: Any, *, ends: Any, predictions: int, prediction: Any) -> tuple[Any, Any]:
@@ -139,7 +143,13 @@ def held_bytes(p: Passing, layers: Any, *, ends: Any, predictions: int, predicti
     loss = p.tokens * p.wide * p.hidden + MASTER_BYTES * p.table
     module = prediction + 2 * norm + 3 * p.wide * stream + statistics  # its norms, what it joins, and its block
     end = p.tokens * norm + loss + predictions * (p.tokens * module + loss)
-    return p.tokens * layers + ends * end, ends * (1 + predictions) * loss
+    return p.tokens * (layers + p.rotations) + ends * end, ends * (1 + predictions) * loss
+
+
+def rotation_bytes(spec: ModelSpec, cp: Any) -> Any:
+    """Of cosines and sines, a token of a rank of context parallelism."""
+    width = 0 if spec.positions != "rope" else spec.head_dim if spec.mla is None else spec.mla.qk_rope_head_dim
+    return MASTER_BYTES * width * (cp > 1)
 
 
 def working_bytes(p: Passing, *, matrix: Any, rows: Any, again: Any, ends: Any) -> Any:

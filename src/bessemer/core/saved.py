@@ -10,6 +10,7 @@ projection again makes norms again too. All sizes are those of one rank and one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Sizes:
 
     sequence: ranks that share out the stream, tp under sequence parallelism.  rearranged: whether rows are put in
     another order before a product that leaves tensor parallelism; those of one sequence aren't.  exchanged: whether
-    tokens travel to their experts.
+    tokens travel to their experts.  cp: ranks of context parallelism, of kind `cp_kind`.
     """
 
     compute_bytes: int = 2
@@ -41,6 +42,8 @@ class Sizes:
     etp: int = 1
     rearranged: bool = False
     exchanged: bool = False
+    cp: int = 1
+    cp_kind: str = "ring"
 
     @classmethod
     def of(cls, layout: Layout, compute_bytes: int, micro_batch: int = 2) -> Sizes:
@@ -52,6 +55,8 @@ class Sizes:
             layout.etp,
             rearranged=divided and micro_batch > 1,
             exchanged=layout.ep * layout.etp > 1,
+            cp=layout.cp,
+            cp_kind=layout.cp_kind,
         )
 
     @property
@@ -146,22 +151,39 @@ def _entering_bytes(width: float, again: bool, parts: frozenset[str], at: Sizes)
 
 def _attention_bytes(spec: ModelSpec, parts: frozenset[str], at: Sizes) -> float:
     a, c = _Attention.of(spec, at.tp), at.compute_bytes
+    core = "attention" not in parts
+    copied = core and at.cp > 1  # the core keeps copies of queries, keys and values in pieces
     if spec.mla is not None:
         kept = _latent_bytes(spec, a, parts, at)
-        if "mla_up" not in parts:
+        if "mla_up" not in parts and not copied:
             kept += c * (a.queries + a.keys)
-            kept += c * a.expanded if "attention" in parts else 0.0  # whose inputs stay: values are a view of it
-        kept += 0.0 if "attention" in parts else c * a.values
+            kept += 0.0 if core else c * a.expanded  # inputs of the core stay: values are a view of it
+        kept += c * a.values if core and not copied else 0.0
     else:
         packed = c * (a.queries + a.keys + a.values)
         kept = _entering_bytes(spec.hidden_size, "qkv" in parts, parts, at)
-        kept += 0.0 if "qkv" in parts else packed
-        if spec.qk_norm and not {"qkv", "heads"} & parts:
-            kept += packed + _STREAM * (a.queries + a.keys) / spec.head_dim
-    if "attention" not in parts:
-        kept += c * (a.queries if a.padded else a.out) + _STREAM * a.heads
+        if "qkv" not in parts:
+            apart = spec.qk_norm and "heads" not in parts  # from the packed projection, which is kept too
+            kept += packed * (spec.qk_norm + (apart or not spec.qk_norm) * (not copied))
+            kept += _STREAM * (a.queries + a.keys) / spec.head_dim if apart else 0.0
+    kept += _core_bytes(spec, a, at) if core else 0.0
     rearranged = at.rearranged and not {"gather", "out"} & parts
-    return kept + (c * a.out if rearranged or (a.padded and "attention" not in parts) else 0.0)
+    return kept + (c * a.out if rearranged else 0.0)
+
+
+def _core_bytes(spec: ModelSpec, a: _Attention, at: Sizes) -> float:
+    """What the attention core keeps beside its inputs: its result, in the width of keys and once more in that of
+    values where they differ, and the statistics of softmax; under context parallelism its inputs in pieces too."""
+    c, statistics = at.compute_bytes, _STREAM * a.heads
+    result = c * (a.queries + a.out if a.padded else a.out) + statistics
+    if at.cp == 1:
+        return result
+    if at.cp_kind != "ulysses":  # values are not filled up
+        return c * (a.queries + a.keys + (a.out if a.padded else a.values) + a.out) + statistics
+    kv_heads = round(a.keys / spec.head_dim)
+    repeats = at.cp // math.gcd(kv_heads, at.cp)
+    inputs = c * (a.queries + repeats * (a.keys + a.values))
+    return inputs + result + (0.0 if a.padded else c * a.out)  # its result comes back to this rank's tokens
 
 
 def _latent_bytes(spec: ModelSpec, a: _Attention, parts: frozenset[str], at: Sizes) -> float:

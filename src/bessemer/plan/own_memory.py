@@ -21,6 +21,7 @@ from bessemer.core.rank_memory import (
     Passing,
     Sharing,
     held_bytes,
+    rotation_bytes,
     scattered_bytes,
     sharing_of,
     state_lines,
@@ -91,6 +92,7 @@ class _Ranks:
         stream = np.where(lay.sequence_parallel > 0, lay.tp, 1)
         tokens, table = lay.micro_batch * seq / lay.cp, self._sizes["table"]
         self._passing = Passing(tokens=tokens, stream=stream, wide=wide, hidden=spec.hidden_size, table=table)
+        self._rotations = rotation_bytes(spec, lay.cp)
         self._sharing = _sharing(lay, self._sizes["local_experts"], num_micro)
 
     def rank_of(self, slot: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -140,7 +142,8 @@ class _Ranks:
         times = np.where(gpipe, self.num_micro, 1)
         rows = p.tokens / lay.tp * (spec.moe.top_k if spec.moe else 0) * (moe > 0)
         matrix = np.where(moe > 0, self._sizes["widest.routed"], self._sizes["widest.plain"])
-        all_held = times * (p.tokens * (waiting[0] * plain + waiting[1] * routed) + held)
+        micros = (waiting[0] + waiting[1]) / np.maximum(layers, 1)
+        all_held = times * (p.tokens * (waiting[0] * plain + waiting[1] * routed + micros * self._rotations) + held)
         again = np.where(
             moe > 0, self._saved["routed.all"] - self._saved["routed"], self._saved["plain.all"] - self._saved["plain"]
         )
