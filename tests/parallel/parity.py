@@ -38,11 +38,13 @@ MARGIN = 1e-4
 
 
 def job_of(family: str = "llama", *, layers: int = 2, model: dict[str, Any] | None = None, **layout: Any) -> Job:
-    """The parity job of a toy family under a layout; `replicas` and `optimizer` may be named beside the degrees."""
+    """The parity job of a toy family under a layout; `replicas`, `optimizer`, `recompute` and
+    `compile` may be named beside the degrees."""
     keep = {"replicas": layout.pop("replicas")} if "replicas" in layout else {}
     train: dict[str, Any] = {"global_batch": 16, "clip": 0.5, "seed": SEEDS.get((family, layers), 1234)}
-    if "optimizer" in layout:
-        train["optimizer"] = layout.pop("optimizer")
+    for name in ("optimizer", "recompute", "compile"):
+        if name in layout:
+            train[name] = layout.pop(name)
     depth = "n_layer" if family == "gpt2" else "num_hidden_layers"
     fields = MODELS[family] | {depth: layers} | (model or {})
     return toy_job(model=fields, layout=layout, train=train, keep=keep)
@@ -102,7 +104,8 @@ def one_process(job_json: str) -> dict[str, Any]:
 
 def deviations(job: Job, sabotage: Sabotage | None = None) -> dict[str, float]:
     """Largest excess over the promise, 1.0 being exactly at it: of loss, gradients, norm; and of the parameters."""
-    alone = job.model_copy(update={"layout": type(job.layout)(), "keep": type(job.keep)()})
+    plain = job.train.model_copy(update={"recompute": "none", "compile": "none"})
+    alone = job.model_copy(update={"layout": type(job.layout)(), "keep": type(job.keep)(), "train": plain})
     reference = one_process(alone.model_dump_json())
     world = job.layout.world_size
     ranks = run_ranks(world, record, job, sabotage, timeout_s=100)

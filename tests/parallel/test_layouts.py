@@ -101,6 +101,26 @@ MORE: dict[str, Job] = {
     "deepseek_v3 five axes": job_of("deepseek_v3", dp=2, dp_shard="optimizer", tp=2, pp=2, cp=2, ep=2, **SP),
 }
 
+RECOMPUTED: dict[str, Job] = {
+    "full tp2 sequence": job_of(tp=2, recompute="full", **SP),
+    "fine tp2 sequence": job_of(tp=2, recompute="fine", **SP),
+    "full cp2": job_of(cp=2, recompute="full"),
+    "full dp2 full": job_of(dp=2, dp_shard="full", recompute="full"),
+    "fine dp2 full": job_of(dp=2, dp_shard="full", recompute="fine"),
+    "full pp2 zb-v": job_of(layers=4, pp=2, schedule="zb-v", recompute="full"),
+    "fine pp2 zb-h1": job_of(layers=4, pp=2, schedule="zb-h1", recompute="fine"),
+    "mixtral full ep2": job_of("mixtral", dp=2, ep=2, recompute="full"),
+    "deepseek_v3 fine tp2 ep2 pp2": job_of("deepseek_v3", tp=2, ep=2, pp=2, recompute="fine", **SP),
+    "deepseek_v3 full five axes": job_of(
+        "deepseek_v3", dp=2, dp_shard="full", tp=2, pp=2, cp=2, ep=2, recompute="full", **SP
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_what_is_made_again_equals_one_process_that_keeps_all(name: str) -> None:
+    holds(deviations(RECOMPUTED[name]))
+
 
 @pytest.mark.parametrize("name", ALONE)
 def test_an_axis_alone_equals_one_process(name: str) -> None:

@@ -15,8 +15,10 @@ from bessemer.models.build import initialise
 from bessemer.models.decoder import Decoder
 from bessemer.models.hf import import_hf
 from bessemer.parallel.axes import held_layers, split_of
+from bessemer.parallel.compile import compile_blocks
 from bessemer.parallel.data import DataParallel, shard
 from bessemer.parallel.mesh import Mesh
+from bessemer.parallel.recompute import apply_recompute
 from bessemer.train.diagnosis import stop_non_finite
 from bessemer.train.optim import Optimizer
 from bessemer.train.step import Step
@@ -45,6 +47,8 @@ def assemble(job: Job, spec: ModelSpec, mesh: Mesh) -> Assembly:
     whole: each makes its own share from the seed, or reads it from `model.weights`."""
     module = Decoder(spec, device="meta", split=split_of(job, spec, mesh), layers=held_layers(job, spec, mesh))
     module.compute_dtype = COMPUTE_DTYPES[job.precision.recipe]
+    apply_recompute(module, job, mesh.at("pp"))
+    compile_blocks(module, job)
     shard(module, mesh, job.layout.dp_shard)
     module.to_empty(device=mesh.device)
     initialise(module, job.train.seed)
