@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ def test_tensors_on_the_cpu_are_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Built]]:
     """What has been compiled so far; each kernel is by the first test that asks."""
     os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     yield {}
@@ -110,6 +111,55 @@ def test_products_use_the_tensor_cores_and_promote(name: str, built: dict[str, B
     assert made.count(rf"QGMMA\.64x{cols}x32\.F32\.{left.upper()}\.E4M3") == 128 // 32 * (rows // 64) // warpgroups
     assert made.count("FFMA") == rows * cols // (32 * variant.warps)
     assert made.count(r"UTMALDG\.2D.*") >= 2 and made.count("HGMMA.*|HMMA.*") == 0
+
+
+@needs_triton
+def test_what_is_started_compiles(monkeypatch: pytest.MonkeyPatch, built: dict[str, Built]) -> None:
+    """Every function of `launch` as a Hopper GPU would start it, up to the start itself: Triton takes the arguments,
+    specialises the kernel for them (sizes of 1, and those that are no multiples of 16, differ) and compiles it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class Hopper:
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", ahead.HOPPER, 32))
+
+    started = []
+
+    def start(kernel: JITFunction, grid: tuple[int, ...]) -> object:
+        def compiled(*arguments: object, **constants: object) -> None:
+            made = kernel.run(*arguments, grid=grid, warmup=True, **constants)
+            started.append((made.metadata.num_warps, "wgmma.mma_async" in made.asm["ptx"]))
+
+        return compiled
+
+    launch = triton_ops.kernels()
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    monkeypatch.setattr(JITFunction, "__getitem__", start)
+    monkeypatch.setattr(launch, "runs_on", lambda device: True)
+    how = launch.Quantising(multiple=16)
+    for shape in ((256, 512), (1, 16), (1, 1), (100, 72)):
+        for square in (False, True):
+            launch.quantise_blocks(torch.zeros(shape, dtype=torch.bfloat16), how, square=square)
+    gate_up, grad = torch.zeros(64, 512, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
+    for smooth in (None, torch.ones(256)):
+        launch.swiglu_blocks(gate_up, how, smooth)
+        launch.swiglu_backward_blocks(grad, gate_up, how, smooth)
+    assert started == [(8, False)] * 8 + [(16, False)] * 4
+    (x_rows, x_cols), (w_rows, w_cols) = (
+        launch.quantise_blocks(torch.zeros(512, 256), how, square=square) for square in (False, True)
+    )
+    one = launch.quantise_blocks(torch.zeros(1, 256), how)[0]
+    del started[:]
+    launch.multiply(one, w_rows, bias_N=torch.zeros(512, dtype=torch.bfloat16))
+    launch.multiply(x_cols, x_cols, torch.float32)
+    for ends in (torch.tensor([128, 512], dtype=torch.int32), torch.tensor([512], dtype=torch.int32)):
+        launch.multiply_rows(x_rows, w_rows, ends, (512 // len(ends), 0))
+        launch.multiply_rows(x_rows, w_cols, ends, (0, 512 // len(ends)))
+        launch.multiply_sums(x_cols, x_cols, ends)
+    assert started == [(4, True)] * 8
 
 
 @needs_triton

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from bessemer.core.errors import RequestError
 from bessemer.ops.triton import kernels
-from bessemer.precision import Grain, Scaled, Scheme, multiply, quantise
+from bessemer.precision import Call, Grain, Scaled, Scheme, multiply, numerics, quantise
 from bessemer.precision.formats import E4M3, E5M2
+from bessemer.precision.gpu import linear_on, multiply_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
 launch = kernels()
@@ -227,6 +228,27 @@ def test_the_three_products_of_experts() -> None:
             assert _error(dx[at], multiply(_emulated(g[at], False), turned, torch.float32)) < 1e-6
             sides = [_emulated(t[at].t().contiguous(), False) for t in (g, x)]
             assert _error(dw[e], multiply(*sides, torch.float32)) < 1e-6
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_the_layer_on_the_path_of_triton(power_of_two: bool) -> None:
+    """Forward and both gradients of `quant_linear`, with sizes that have to be filled up."""
+    recipe = numerics("fp8-block128", power_of_two=power_of_two)
+    found = []
+    for path in ("triton", "emulated"):
+        x, w, g = _draw(100, 144), _draw(72, 144, seed=1), _draw(100, 72, seed=2)
+        x.requires_grad_(), w.requires_grad_()
+        seen = torch.zeros(3)
+        y = linear_on(path, x, w, torch.arange(72.0), Call(recipe, seen=seen))
+        y.backward(g)
+        found.append((y.detach(), x.grad, w.grad, seen))
+    for got, want in zip(*found, strict=True):
+        assert got.shape == want.shape and _error(got, want) < 1e-6
+
+
+def test_the_product_takes_what_torch_quantised() -> None:
+    a, b = _emulated(_draw(48, 256), False), _emulated(_draw(160, 256, seed=1), True)
+    assert _error(multiply_on("triton", a, b, torch.float32), multiply(a, b, torch.float32)) < 1e-6
 
 
 def test_experts_want_whole_blocks() -> None:

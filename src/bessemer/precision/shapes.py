@@ -51,11 +51,13 @@ class Multiples:
 
 @dataclass(frozen=True)
 class Product:
-    """One of the three; `size` and `filled` are (M, N, K)."""
+    """One of the three; `size` and `filled` are (M, N, K). `runs`: the multiple to which each expert's tokens are
+    filled up, `filled` then being the most that takes; 0 where the tokens are no expert's."""
 
     role: Role
     size: tuple[int, int, int]
     filled: tuple[int, int, int]
+    runs: int = 0
 
     @property
     def work(self) -> float:
@@ -65,8 +67,13 @@ class Product:
     @property
     def changes(self) -> str:
         """ "tokens 1000 -> 1008", empty where nothing is filled up."""
-        pairs = zip(_DIMS[self.role], self.size, self.filled, strict=True)
-        return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
+        found = []
+        for name, old, new in zip(_DIMS[self.role], self.size, self.filled, strict=True):
+            if name == "tokens" and self.runs:
+                found.append(f"each expert's tokens to a multiple of {self.runs}")
+            elif old != new:
+                found.append(f"{name} {old} -> {new}")
+        return ", ".join(found)
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,9 @@ def plan(recipe_name: str, shape: Shape, *, runs: bool = False) -> Plan:
     worst = max(products, key=lambda p: p.work)
     why = ""
     if worst.work > GAIN:
-        why = f"{worst.changes} in {worst.role} makes {worst.work:.3g} times the work, more than the {GAIN} FP8 gains"
+        most = "up to " if runs else ""
+        what = f"{worst.changes} in {worst.role} makes {most}{worst.work:.3g} times the work"
+        why = f"{what}, more than the {GAIN} FP8 gains"
     return Plan(products, spec.gemm, spec.compute, why)
 
 
@@ -193,8 +202,9 @@ class _Part:
     def row(self, recipe_name: str, layers: tuple[int, ...]) -> Row:
         shape = Shape(self.tokens, self.inputs, self.outputs)
         made = plan(recipe_name, shape, runs=self.experts > 0)
-        if self.kept and (made.quantised or self.wide):
-            made = Plan(made.products, made.narrow, self.wide or RECIPES[recipe_name].compute, self.kept)
+        spec = RECIPES[recipe_name]
+        if self.kept and (spec.quantised or self.wide):
+            made = Plan(made.products, made.narrow, self.wide or spec.compute, self.kept)
         return Row(self.name, layers, shape, made, self.experts)
 
 
@@ -257,7 +267,7 @@ def _products(shape: Shape, of: Multiples, runs: bool) -> tuple[Product, ...]:
         filled = list(of.filled(*size))
         if runs:
             filled[names.index("tokens")] = sizes["tokens"] + of.k - 1
-        found.append(Product(role, size, (filled[0], filled[1], filled[2])))
+        found.append(Product(role, size, (filled[0], filled[1], filled[2]), of.k if runs else 0))
     return tuple(found)
 
 

@@ -2,9 +2,9 @@
 
     from bessemer.ops import triton as triton_ops
     kernels = triton_ops.kernels()       # RequestError `triton-missing` where Triton isn't installed
-    rows, columns = kernels.quantise_blocks(x_RC)
+    rows, columns = kernels.quantise_blocks(x_RC, kernels.Quantising())
 
-This package imports without Triton; the modules beside it (but `why_absent`) need it. `launch` holds the functions to
+This file imports without Triton, the modules beside it don't. `launch` holds the functions to
 call, `blocks`, `quantise`, `swiglu` and `product` the device code, `ahead` compiles it for a GPU that isn't there.
 None of it has been run on a GPU of this project: the tests run it in Triton's interpreter on the CPU and look at the
 machine code for Hopper.

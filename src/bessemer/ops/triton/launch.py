@@ -34,6 +34,7 @@ __all__ = [
     "multiply_rows",
     "multiply_sums",
     "quantise_blocks",
+    "runs_on",
     "swiglu_backward_blocks",
     "swiglu_blocks",
     "tile_for",
@@ -44,7 +45,7 @@ BLOCK = 128
 
 QUANTISE_WARPS, SWIGLU_WARPS = 8, 16
 """Compiled for Hopper, quantising takes 128 registers a thread with 8 warps, so that two programs share a processor;
-the fused kernels take 176 with 8 and 100 with 16: one program then fills it with as many warps."""
+the fused kernels take about 180 with 8 and 78 to 104 with 16: one program then fills it with as many warps."""
 
 
 @dataclass(frozen=True)
@@ -278,8 +279,9 @@ class _Call:
             TensorDescriptor.from_tensor(self.b.codes, [self.tile.cols, BLOCK]),
             self.a.scale, self.b.scale, self.out if bias is None else bias, self.out,
             self.out if ends is None else ends, rows, cols, depth, self.a.pitch, self.b.pitch, experts, *steps,
-            BLOCK_M=self.tile.rows, BLOCK_N=self.tile.cols, SQUARE=self.b.square, BIAS=bias is not None, KIND=kind,
-            EXPERTS=triton.next_power_of_2(experts), num_warps=self.tile.warps, num_stages=self.tile.stages,
+            BLOCK_M=self.tile.rows, BLOCK_N=self.tile.cols, SQUARE=self.b.square, BIAS=bias is not None,
+            KIND=kind.value, EXPERTS=triton.next_power_of_2(experts),
+            num_warps=self.tile.warps, num_stages=self.tile.stages,
         )  # fmt: skip
 
 
@@ -287,8 +289,13 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels take tensors there: CUDA, and in the interpreter the CPU."""
+    return device.type == "cuda" or (device.type == "cpu" and _interpreted())
+
+
 def _on_device(x: Tensor) -> None:
-    if x.device.type != "cuda" and not (_interpreted() and x.device.type == "cpu"):
+    if not runs_on(x.device):
         what = f"Triton's kernels run on CUDA devices, not on {x.device}"
         raise RequestError(what, code="triton-device", fix="bessemer.precision, which emulates them exactly")
 

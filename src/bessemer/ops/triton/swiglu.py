@@ -1,7 +1,7 @@
 """SwiGLU and its gradient, quantised in blocks both ways before they ever reach memory: device code.
 
-Forward this moves 6 bytes an element of h instead of 10 in bfloat16, backward 10 instead of 18: what is saved is
-writing h (the gradient) and reading it again.
+Forward this moves 6 bytes an element of h instead of 10 in bfloat16, backward 10 instead of 18 (if what the second of
+two neighbouring programs reads is still in the cache): writing h, or the gradient, and reading it again is saved.
 
 Legend: T tokens, F feed-forward width (of one of gate and up).
 """
