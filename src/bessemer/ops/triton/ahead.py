@@ -94,12 +94,12 @@ def _disassembled(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
 
 
-def _quantising(kernel: Any, warps: int, *, code: str = "e4m3", wide: str = "bf16", **constants: bool) -> Variant:
+def _quantising(kernel: Any, warps: int, *, narrow: str = "e4m3", wide: str = "bf16", **constants: bool) -> Variant:
     given = dict.fromkeys(("x", "gate_up", "grad"), wide)
     types = {
         **given,
-        "codes": code,
-        "codes_t": code,
+        "codes": narrow,
+        "codes_t": narrow,
         "scales": "fp32",
         "scales_t": "fp32",
         "smooth": "fp32",
@@ -125,7 +125,7 @@ def _product(tile: Tile, *, square: bool, kind: Any = DENSE, a: str = "e4m3", b:
 
 VARIANTS: dict[str, Variant] = {
     "quantise": _quantising(quantise_kernel, QUANTISE_WARPS, SQUARE=False),
-    "quantise e5m2": _quantising(quantise_kernel, QUANTISE_WARPS, code="e5m2", SQUARE=False),
+    "quantise e5m2": _quantising(quantise_kernel, QUANTISE_WARPS, narrow="e5m2", SQUARE=False),
     "quantise any scale": _quantising(quantise_kernel, QUANTISE_WARPS, SQUARE=False, POWER_OF_TWO=False),
     "quantise rows": _quantising(quantise_kernel, QUANTISE_WARPS, SQUARE=False, BOTH=False),
     "quantise weights": _quantising(quantise_kernel, QUANTISE_WARPS, wide="fp32", SQUARE=True),
