@@ -38,11 +38,11 @@ MARGIN = 1e-4
 
 
 def job_of(family: str = "llama", *, layers: int = 2, model: dict[str, Any] | None = None, **layout: Any) -> Job:
-    """The parity job of a toy family under a layout; `replicas`, `optimizer`, `recompute` and
-    `compile` may be named beside the degrees."""
+    """The parity job of a toy family under a layout; `replicas`, `optimizer`, `recompute`,
+    `compile` and `seed` may be named beside the degrees."""
     keep = {"replicas": layout.pop("replicas")} if "replicas" in layout else {}
     train: dict[str, Any] = {"global_batch": 16, "clip": 0.5, "seed": SEEDS.get((family, layers), 1234)}
-    for name in ("optimizer", "recompute", "compile"):
+    for name in ("optimizer", "recompute", "compile", "seed"):
         if name in layout:
             train[name] = layout.pop(name)
     depth = "n_layer" if family == "gpt2" else "num_hidden_layers"

@@ -24,7 +24,7 @@ from bessemer.models.moe import Stack
 from bessemer.models.parts import HeadNorm, Projection
 from bessemer.models.router import Router
 
-__all__ = ["Held", "Piece", "held", "load_state", "local", "local_rows", "pieces", "shapes", "state"]
+__all__ = ["Held", "Piece", "held", "load_state", "local", "local_box", "local_rows", "pieces", "shapes", "state"]
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,18 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, shape) of the part of `tensor` that this rank holds; a dim of 0 where that is nothing."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)
+
+
 def local_rows(tensor: Tensor) -> tuple[int, int]:
     """(first row, rows) of the part of `tensor` that this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return 0, tensor.size(0)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return (offset[0], shape[0]) if shape and shape[0] else (0, 0)
+    offset, shape = local_box(tensor)
+    return (offset[0], shape[0]) if shape[0] else (0, 0)
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, list[Piece]] = weakref.WeakKeyDictionary()
@@ -189,11 +195,12 @@ def held(model: nn.Module, named: Mapping[str, Tensor] | None = None) -> Iterato
         tensor = named.get(piece.param)
         if tensor is None:
             continue
-        first, count = local_rows(tensor)
-        start, stop = max(first, piece.row), min(first + count, piece.row + piece.rows)
-        if start < stop:
-            offset = (piece.offset[0] + start - piece.row, *piece.offset[1:])
-            yield Held(piece, offset, local(tensor).detach()[start - first : stop - first])
+        at, shape = local_box(tensor)
+        start, stop = max(at[0], piece.row), min(at[0] + shape[0], piece.row + piece.rows)
+        if start < stop and all(shape[1:]):
+            inner = (whole + own for whole, own in zip(piece.offset[1:], at[1:], strict=True))
+            offset = (piece.offset[0] + start - piece.row, *inner)
+            yield Held(piece, offset, local(tensor).detach()[start - at[0] : stop - at[0]])
 
 
 @functools.lru_cache(maxsize=8)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from bessemer.comm import collectives as comm
 from bessemer.models.canonical import pieces
@@ -170,13 +170,27 @@ def shard(module: nn.Module, mesh: Mesh, kind: str) -> None:
     alone = {p for part in experts for p in part.parameters()} if mesh.group("expert_data") is None else set()
     if not alone and experts:
         expert_mesh = mesh.device_mesh("expert_data")
+        placed = partial(_expert_dim, ranks=mesh.size("expert_data"))
         for part in experts:
-            fully_shard(part, mesh=expert_mesh, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(
+                part,
+                mesh=expert_mesh,
+                reshard_after_forward=reshard,
+                mp_policy=policy,
+                shard_placement_fn=placed,
+            )
     data_mesh = mesh.device_mesh("data")
     for block in (*module.blocks.values(), *module.mtp, module):
         fully_shard(block, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=alone)
     if reshard:
         _gather_ahead(module)
+
+
+def _expert_dim(stack: nn.Parameter, *, ranks: int) -> Shard:
+    """Whole experts where each rank gets as many, else rows of all of them where these come out even (FSDP2 cuts
+    other dims than the first only evenly), else experts after all, of which some ranks then hold none."""
+    experts, rows = stack.shape[:2]
+    return Shard(1) if experts % ranks and rows % ranks == 0 else Shard(0)
 
 
 def _gather_ahead(module: nn.Module) -> None:

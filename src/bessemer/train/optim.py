@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bessemer.core.job import TrainSection
-from bessemer.models.canonical import Piece, local, local_rows, pieces
+from bessemer.models.canonical import Piece, local, local_box, local_rows, pieces
 from bessemer.parallel.copies import whole_block
 from bessemer.parallel.mesh import Mesh
 
@@ -86,14 +86,9 @@ class Muon(torch.optim.Optimizer):
                 local(param).add_(update, alpha=-group["lr"])
 
     def _update(self, param: nn.Parameter, direction: torch.Tensor) -> torch.Tensor:
-        """The orthogonalised rows of `direction` that this rank holds; of a stack of experts each matrix by itself,
-        which FSDP doesn't cut."""
+        """The orthogonalised part of `direction` that this rank holds; of a stack of experts each matrix by itself."""
         if param.ndim == 3:
-            [piece] = self._matrices[param]
-            stack = self._whole(piece, local(direction))
-            scale = max(1.0, stack.size(1) / stack.size(2)) ** 0.5
-            made = [orthogonalise(matrix)[piece.within(1)] * scale for matrix in stack]
-            return torch.stack(made) if made else local(direction)
+            return self._experts(param, direction)
         rows_held = direction.full_tensor() if isinstance(direction, DTensor) else direction
         result = torch.empty_like(rows_held)
         for piece in self._matrices[param]:
@@ -103,6 +98,21 @@ class Muon(torch.optim.Optimizer):
             result[rows] = orthogonalise(matrix)[piece.within()] * scale
         first, count = local_rows(param)
         return result[first : first + count]
+
+    def _experts(self, param: nn.Parameter, direction: torch.Tensor) -> torch.Tensor:
+        [piece] = self._matrices[param]
+        (first, *inner), (count, *sizes) = local_box(param)
+        cut_inside = isinstance(direction, DTensor) and tuple(sizes) != tuple(param.shape[1:])
+        held = direction.full_tensor() if cut_inside else local(direction)
+        stack = self._whole(piece, held)
+        scale = max(1.0, stack.size(1) / stack.size(2)) ** 0.5
+        made = [orthogonalise(matrix)[piece.within(1)] * scale for matrix in stack]
+        if not made:
+            return local(direction)
+        if cut_inside:
+            made = [m[tuple(slice(o, o + n) for o, n in zip(inner, sizes, strict=True))] for m in made]
+            made = made[first : first + count]
+        return torch.stack(made)
 
 
 class Optimizer:
