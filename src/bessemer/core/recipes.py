@@ -47,11 +47,11 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp32", True, "fp32", "fp32", 4.0, 0.0, -1, "all in float32"),
         Recipe("bf16", True, "bf16", "bf16", 2.0, 0.0, -1, "bfloat16 products, float32 masters"),
         Recipe("fp16", False, "fp16", "fp16", 2.0, 0.0, -1, "float16 products, loss scaling, float32 masters"),
-        Recipe("fp8-delayed", False, "fp8", "bf16", 1.0, 4.0, 0, "a scale per tensor from the amax of past steps"),
-        Recipe("fp8-current", False, "fp8", "bf16", 1.0, 6.0, 0, "a scale per tensor from its own amax, one more read"),
-        Recipe("fp8-row", False, "fp8", "bf16", 1.0, 15.0, -1, "a scale per row; both layouts quantised apart"),
-        Recipe("fp8-block128", False, "fp8", "bf16", 1.03, 4.1, 128, "1 x 128 activations, 128 x 128 weights"),
-        Recipe("mxfp8", False, "fp8", "bf16", 1.03, 4.1, 32, "blocks of 32 with power-of-two scales, two layouts"),
+        Recipe("fp8-delayed", True, "fp8", "bf16", 1.0, 4.0, 0, "a scale per tensor from the amax of past steps"),
+        Recipe("fp8-current", True, "fp8", "bf16", 1.0, 6.0, 0, "a scale per tensor from its own amax, one more read"),
+        Recipe("fp8-row", True, "fp8", "bf16", 1.0, 15.0, -1, "a scale per row; both layouts quantised apart"),
+        Recipe("fp8-block128", True, "fp8", "bf16", 1.03, 4.1, 128, "1 x 128 activations, 128 x 128 weights"),
+        Recipe("mxfp8", True, "fp8", "bf16", 1.03, 4.1, 32, "blocks of 32 with power-of-two scales, two layouts"),
         Recipe("nvfp4", False, "fp4", "bf16", 0.56, 6.0, 16, "blocks of 16, Hadamard transform, stochastic rounding"),
     )
 }

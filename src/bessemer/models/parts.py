@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from bessemer import ops
 from bessemer.core.model import ModelSpec
+from bessemer.models.quantised import Quantised
 from bessemer.models.saving import Saving
 from bessemer.models.split import Split
+from bessemer.ops.linear import How
 
 __all__ = ["Attention", "Cache", "Compute", "FeedForward", "HeadNorm", "Norm", "Part", "Projection", "Visible"]
 
@@ -63,8 +65,8 @@ Part = Literal["whole", "columns", "rows"]
 
 
 class Projection(nn.Module):
-    """A weight [out, in] and perhaps a bias [out], applied in the model's compute type; of `part` "columns" and "rows"
-    the sizes given are those of this rank's share."""
+    """A weight [out, in] and perhaps a bias [out], applied in the model's compute type or, once `models.quantise` has
+    chosen it, by a recipe; of `part` "columns" and "rows" the sizes given are those of this rank's share."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, compute: Compute, device: Any, *, part: Part = "whole"
@@ -73,13 +75,20 @@ class Projection(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
         self.bias = nn.Parameter(torch.empty(outputs, device=device)) if bias else None
         self.compute, self.part = compute, part
+        self.quantised: Quantised | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        split, how = self.compute.split, self._how()
         if self.part == "columns":
-            return self.compute.split.tensor.columns(x, self.weight, self.bias, self.compute.dtype)
+            return split.tensor.columns(x, self.weight, self.bias, how)
         if self.part == "rows":
-            return self.compute.split.tensor.rows(x, self.weight, self.bias, self.compute.dtype)
-        return ops.linear(x, self.weight, self.bias, self.compute.dtype)
+            return split.tensor.rows(x, self.weight, self.bias, how)
+        return ops.linear(x, self.weight, self.bias, how)
+
+    def _how(self) -> How:
+        if self.quantised is None:
+            return self.compute.dtype
+        return self.quantised.products(self.compute.dtype, self.compute.split.sequence)
 
 
 class Norm(nn.Module):

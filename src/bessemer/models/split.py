@@ -1,6 +1,6 @@
 """What of a model this process holds, and how the parts of other processes take part.
 
-Models hold no process groups. They call these three objects wherever a value crosses from one rank's share of the
+Models hold no process groups. They call these four objects wherever a value crosses from one rank's share of the
 work to all of it; the classes here are those of one process, to which the whole model belongs, and do nothing. The
 axes of `bessemer.parallel` (a file each) derive from them.
 
@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer import ops
+from bessemer.ops.linear import How
 
-__all__ = ["ContextSplit", "ExpertSplit", "Sent", "Split", "TensorSplit"]
+__all__ = ["ContextSplit", "ExpertSplit", "Sent", "SequenceSplit", "Split", "TensorSplit"]
 
 
 class TensorSplit:
@@ -43,14 +44,14 @@ class TensorSplit:
         """The sum of the ranks' partial results, back in the stream."""
         return x_BSD
 
-    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
         """`enter`, then the product with this rank's columns of outputs (weight [out / degree, in])."""
-        return ops.linear(x, weight, bias, dtype)
+        return ops.linear(x, weight, bias, how)
 
-    def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
         """The product with this rank's share of the inputs (weight [out, in / degree]), then `leave`; the bias, which
         every rank holds whole, is added once."""
-        return ops.linear(x, weight, bias, dtype)
+        return ops.linear(x, weight, bias, how)
 
     def embed(self, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
         """Rows of the embedding, of which this rank holds an equal share (filled up to it), in the stream."""
@@ -95,6 +96,17 @@ class ContextSplit:
         starts: the first key that each query of the *whole* sequence sees, int32 [B, seq] (`ops.first_keys`).
         """
         return ops.attend(q_BHSE, k_BKSE, v_BKSE, starts)
+
+
+class SequenceSplit:
+    """The ranks that share the sequences of a micro-batch, and with them each tensor of its products: those of context
+    and tensor parallelism together."""
+
+    degree: int = 1
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over these ranks. Not differentiated; every one of them calls it alike."""
+        return values
 
 
 class Sent(Protocol):
@@ -142,8 +154,9 @@ class ExpertSplit:
 
 @dataclass(frozen=True)
 class Split:
-    """The three together; a model gets one when it is built."""
+    """All together; a model gets one when it is built."""
 
     tensor: TensorSplit = field(default_factory=TensorSplit)
     context: ContextSplit = field(default_factory=ContextSplit)
     experts: ExpertSplit = field(default_factory=ExpertSplit)
+    sequence: SequenceSplit = field(default_factory=SequenceSplit)

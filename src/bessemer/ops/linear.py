@@ -1,4 +1,4 @@
-"""The linear projection with a float32 master weight, computed in another type.
+"""The linear projection with a float32 master weight, computed in another type or as a recipe's `Products`.
 
 Legend: T tokens (any leading shape), I inputs, O outputs.
 """
@@ -6,7 +6,7 @@ Legend: T tokens (any leading shape), I inputs, O outputs.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,69 @@ from bessemer.ops.registry import native_fits
 from bessemer.ops.tracing import made_again, traced
 from bessemer.runtime.kernels import native_kernel
 
-__all__ = ["linear", "product"]
+__all__ = ["How", "Plain", "Products", "linear", "product", "products_of"]
 
 _FEW_ROWS = 16  # below, a product is bound by reading the weight and the choice doesn't matter
+
+
+class Products(Protocol):
+    """How the three products of one call of `linear` are computed. An object may remember what its own call made.
+
+    `gradient` turns a gradient into what the other two take, so that it is made once for both; with `again` it will be
+    asked for the same tensor once more (by the node that makes the weight's gradient).
+    """
+
+    dtype: torch.dtype
+    """Of x, of the result and of gradients."""
+
+    def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x W^T + b [T, O], and what `weight_gradient` needs of x."""
+        ...
+
+    def gradient(self, grad_TO: Tensor, *, again: bool = False) -> Any:
+        """Of the result, T one dimension, in the form that the other two take."""
+        ...
+
+    def input_gradient(self, grad: Any, weight_OI: Tensor) -> Tensor:
+        """g W [T, I], T one dimension."""
+        ...
+
+    def weight_gradient(self, grad: Any, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """g^T x [O, I] in `dtype`."""
+        ...
+
+
+class Plain:
+    """Products in `dtype`, of converted operands."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        low_OI = weight_OI.to(self.dtype)
+        if self.dtype != torch.float32:
+            return F.linear(x_TI, low_OI, None if bias_O is None else bias_O.to(self.dtype)), (x_TI,)
+        y = product(x_TI.reshape(-1, x_TI.shape[-1]), low_OI.t()).view(*x_TI.shape[:-1], -1)
+        return (y if bias_O is None else y.add_(bias_O)), (x_TI,)
+
+    def gradient(self, grad_TO: Tensor, *, again: bool = False) -> Tensor:
+        del again
+        return grad_TO
+
+    def input_gradient(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
+        return product(grad, weight_OI.to(grad.dtype))
+
+    def weight_gradient(self, grad: Tensor, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return (grad.t() @ kept[0].reshape(-1, kept[0].shape[-1])).to(dtype)
+
+
+How = torch.dtype | Products
+"""What `linear` is told: the type of the products, or how to compute them."""
+
+
+def products_of(how: How) -> Products:
+    """`how` as an object."""
+    return Plain(how) if isinstance(how, torch.dtype) else how
 
 
 class _Linear(torch.autograd.Function):
@@ -27,33 +87,29 @@ class _Linear(torch.autograd.Function):
     full sharding keep alive what FSDP frees. All type conversions together are 2 % of a profiled step on a CPU."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.leaves = weight, bias
-        low = weight.to(x.dtype)
-        if x.dtype != torch.float32:
-            return F.linear(x, low, None if bias is None else bias.to(x.dtype))
-        y = product(x.reshape(-1, x.shape[-1]), low.t()).view(*x.shape[:-1], -1)
-        return y if bias is None else y.add_(bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+        y, kept = products.output(x, weight, bias)
+        ctx.save_for_backward(weight, *kept)
+        ctx.leaves, ctx.products, ctx.shape = (weight, bias), products, x.shape
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
+        weight, *kept = ctx.saved_tensors
+        products = ctx.products
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = product(rows, weight.to(grad.dtype)).view(x.shape)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if needs_x or needs_weight:
+            made = products.gradient(grad.reshape(-1, grad.shape[-1]))
+        if needs_x:
+            dx = products.input_gradient(made, weight).view(ctx.shape)
         weight_leaf, bias_leaf = ctx.leaves
-        if ctx.needs_input_grad[1]:
-            dw = weight_gradient(weight_leaf, partial(_outer, grad, x, weight.dtype))
-        if ctx.needs_input_grad[2]:
+        if needs_weight:
+            dw = weight_gradient(weight_leaf, partial(products.weight_gradient, made, tuple(kept), weight.dtype))
+        if needs_bias:
             db = weight_gradient(bias_leaf, partial(_sum, grad, bias_leaf.dtype))
-        return dx, dw, db
-
-
-def _outer(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return (grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(dtype)
+        return dx, dw, db, None
 
 
 def _sum(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,13 +132,17 @@ def _converted(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x W^T + b with the product in `dtype`; gradients come back in the types of the arguments."""
-    x_TI = x_TI.to(dtype)
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, how: How) -> Tensor:
+    """x W^T + b with the products in a type, or as `Products` make them; gradients come back in the types of the
+    arguments."""
+    if not isinstance(how, torch.dtype):
+        made: Tensor = _Linear.apply(x_TI.to(how.dtype), weight_OI, bias_O, how)  # type: ignore[no-untyped-call]
+        return made
+    x_TI = x_TI.to(how)
     if traced():
-        low_OI = weight_OI if weight_OI.dtype == dtype else made_again(_converted, weight_OI, dtype)
-        return F.linear(x_TI, low_OI, None if bias_O is None else bias_O.to(dtype))
-    own = putting_off() or (dtype == torch.float32 and native_fits(x_TI, weight_OI))
-    if weight_OI.dtype == dtype and not own:
-        return F.linear(x_TI, weight_OI, None if bias_O is None else bias_O.to(dtype))
-    return _Linear.apply(x_TI, weight_OI, bias_O)
+        low_OI = weight_OI if weight_OI.dtype == how else made_again(_converted, weight_OI, how)
+        return F.linear(x_TI, low_OI, None if bias_O is None else bias_O.to(how))
+    own = putting_off() or (how == torch.float32 and native_fits(x_TI, weight_OI))
+    if weight_OI.dtype == how and not own:
+        return F.linear(x_TI, weight_OI, None if bias_O is None else bias_O.to(how))
+    return _Linear.apply(x_TI, weight_OI, bias_O, Plain(how))

@@ -6,10 +6,11 @@ from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
 from bessemer.core.schedules import SCHEDULES, stages_of_rank
 from bessemer.core.stages import num_stages, stage_ranges
-from bessemer.models.split import ContextSplit, ExpertSplit, Split, TensorSplit
+from bessemer.models.split import ContextSplit, ExpertSplit, SequenceSplit, Split, TensorSplit
 from bessemer.parallel.context import ContextParallel
 from bessemer.parallel.expert import ExpertParallel
 from bessemer.parallel.mesh import Mesh
+from bessemer.parallel.sequence import SequenceRanks
 from bessemer.parallel.tensor import TensorParallel
 
 __all__ = ["held_layers", "split_of"]
@@ -17,7 +18,7 @@ __all__ = ["held_layers", "split_of"]
 
 def split_of(job: Job, spec: ModelSpec, mesh: Mesh, experts: type[ExpertParallel] = ExpertParallel) -> Split:
     """Tensor, context and expert parallelism of the job on this rank, the last by `experts`."""
-    return Split(_tensor(job, spec, mesh), _context(job, mesh), _experts(mesh, experts))
+    return Split(_tensor(job, spec, mesh), _context(job, mesh), _experts(mesh, experts), _sequence(mesh))
 
 
 def _tensor(job: Job, spec: ModelSpec, mesh: Mesh) -> TensorSplit:
@@ -53,6 +54,11 @@ def _experts(mesh: Mesh, kind: type[ExpertParallel]) -> ExpertSplit:
         sequence_group=mesh.group("sequence"),
         token_ranks=mesh.size("sequence"),
     )
+
+
+def _sequence(mesh: Mesh) -> SequenceSplit:
+    group = mesh.group("sequence")
+    return SequenceSplit() if group is None else SequenceRanks(group, mesh.size("sequence"))
 
 
 def held_layers(job: Job, spec: ModelSpec, mesh: Mesh) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from bessemer import ops
 from bessemer.comm import collectives as comm
 from bessemer.models.split import TensorSplit
 from bessemer.ops.cross_entropy import VocabularyShare
-from bessemer.ops.linear import product
+from bessemer.ops.linear import How, Products, products_of
 
 __all__ = ["TensorParallel"]
 
@@ -233,19 +233,21 @@ class _Arrive(torch.autograd.Function):
 class _Entering:
     """The way back of one passage out of the stream, in pieces."""
 
-    def __init__(self, ranks: _Ranks, shape: torch.Size, pieces: int) -> None:
-        self.ranks, self.shape, self.pieces = ranks, shape, pieces
+    def __init__(self, ranks: _Ranks, shape: torch.Size, pieces: int, products: Products) -> None:
+        self.ranks, self.shape, self.pieces, self.products = ranks, shape, pieces, products
         self._back: dict[int, _Transfer] = {}
 
     def start_back(self, grad_TO: Tensor, weight_OI: Tensor, index: int) -> None:
         """Makes the inputs' partial gradients and starts to sum them: those of piece `index`, the ranks' parts one
         after the other, where the stream is divided; otherwise those of all tokens."""
-        low_OI = weight_OI.to(grad_TO.dtype)
         if self.ranks.divided:
-            self._back[index] = self.ranks.scatter(product(grad_TO, low_OI))
+            self._back[index] = self.ranks.scatter(self._product(grad_TO, weight_OI))
         else:
             for i, piece_TO in enumerate(torch.split(grad_TO, _sizes(len(grad_TO), self.pieces))):
-                self._back[i] = self.ranks.sum(product(piece_TO, low_OI))
+                self._back[i] = self.ranks.sum(self._product(piece_TO, weight_OI))
+
+    def _product(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
+        return self.products.input_gradient(self.products.gradient(grad_TO, again=True), weight_OI)
 
     def finish_back(self) -> Tensor:
         """[B, S, I] in the stream."""
@@ -331,24 +333,25 @@ class TensorParallel(TensorSplit):
         leaving = _Leaving(self._ranks, x_BSD.shape[0], [in_stream])
         return _run(_Arrive, leaving, None, _run(_Depart, rows_TD, leaving, 0))
 
-    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        x = x.to(dtype)
-        entering = _Entering(self._ranks, x.shape, self.chunks)
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+        products = products_of(how)
+        x = x.to(products.dtype)
+        entering = _Entering(self._ranks, x.shape, self.chunks, products)
         entered = _run(_Enter, x, entering)
         fixed = weight.detach()
         if not self.sequence_parallel:
-            y = ops.linear(x.detach(), weight, bias, dtype)
+            y = ops.linear(x.detach(), weight, bias, how)
             return _run(_InputGradient, entered, fixed, y, entering, 0)
         pieces = torch.split(x.detach(), _sizes(x.shape[1], self.chunks), 1)
         made = []
         for i, transfer in enumerate([self._ranks.gather(piece) for piece in pieces]):
             x_GBSI = transfer.wait()
-            y_TO = ops.linear(x_GBSI.flatten(0, 2), weight, bias, dtype)
+            y_TO = ops.linear(x_GBSI.flatten(0, 2), weight, bias, how)
             y_TO = _run(_InputGradient, entered, fixed, y_TO, entering, i)
             made.append(torch.unflatten(y_TO, 0, x_GBSI.shape[:3]).transpose(0, 1))
         return _joined(made, 2).flatten(1, 2)
 
-    def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
         if self.sequence_parallel:
             x_BGSI = torch.unflatten(x, 1, (self.degree, -1))
             sizes = _sizes(x_BGSI.shape[2], self.chunks)
@@ -358,7 +361,7 @@ class TensorParallel(TensorSplit):
             sizes = _sizes(len(rows_TI), self.chunks)
             pieces = list(torch.split(rows_TI, sizes))
         leaving = _Leaving(self._ranks, x.shape[0], sizes)
-        departed = [_run(_Depart, ops.linear(p, weight, None, dtype), leaving, i) for i, p in enumerate(pieces)]
+        departed = [_run(_Depart, ops.linear(p, weight, None, how), leaving, i) for i, p in enumerate(pieces)]
         return _run(_Arrive, leaving, bias, *departed)
 
     def embed(self, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:

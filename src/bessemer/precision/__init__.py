@@ -6,6 +6,7 @@ from bessemer.precision.formats import FORMATS, Format
 from bessemer.precision.linear import ROLES, Call, QuantLinear, quant_linear
 from bessemer.precision.numerics import INT8_WEIGHT, Numerics, Shape, numerics
 from bessemer.precision.product import multiply, promoted
+from bessemer.precision.products import QuantProducts
 from bessemer.precision.scaled import Grain, Scaled, Scheme, quantise
 from bessemer.precision.smooth import channel_scales, fold, smooth_linear
 
@@ -18,6 +19,7 @@ __all__ = [
     "Grain",
     "Numerics",
     "QuantLinear",
+    "QuantProducts",
     "Scaled",
     "Scheme",
     "Shape",

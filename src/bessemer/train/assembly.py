@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,22 +11,43 @@ from torch import nn
 from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
 from bessemer.core.paths import user_path
+from bessemer.core.recipes import RECIPES
 from bessemer.models.build import initialise
 from bessemer.models.decoder import Decoder
 from bessemer.models.hf import import_hf
+from bessemer.models.quantise import Quantising, amax_names, quantise
 from bessemer.parallel.axes import held_layers, split_of
 from bessemer.parallel.compile import compile_blocks
 from bessemer.parallel.data import DataParallel, shard
 from bessemer.parallel.mesh import Mesh
 from bessemer.parallel.recompute import apply_recompute
+from bessemer.precision import numerics
 from bessemer.train.diagnosis import stop_non_finite
 from bessemer.train.optim import Optimizer
 from bessemer.train.step import Step
 
-__all__ = ["COMPUTE_DTYPES", "Assembly", "assemble"]
+__all__ = ["COMPUTE_DTYPES", "Assembly", "assemble", "quantising"]
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Per runnable recipe the type in which matrices are multiplied; parameters and sums stay float32."""
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPUTE_DTYPES = {r.name: _DTYPES[r.compute] for r in RECIPES.values() if r.runnable}
+"""Per runnable recipe the type in which matrices are multiplied that it doesn't quantise; parameters and sums stay
+float32."""
+
+
+def quantising(job: Job) -> Quantising | None:
+    """What the job's recipe quantises and how; None for one that quantises nothing."""
+    section = job.precision
+    if not RECIPES[section.recipe].quantised:
+        return None
+    found = numerics(section.recipe)
+    if found.delayed:
+        found = replace(
+            found,
+            history=section.history or found.history,
+            choice=section.amax or found.choice,
+            margin=section.margin or 0,
+        )
+    return Quantising(found, section.high_first, section.high_last)
 
 
 @dataclass
@@ -54,7 +75,12 @@ def assemble(job: Job, spec: ModelSpec, mesh: Mesh) -> Assembly:
     initialise(module, job.train.seed)
     if job.model.weights is not None:
         import_hf(module, user_path(job.model.weights))  # a checkpoint replaces it later
+    how = quantising(job)
+    if how is not None:
+        quantise(module, how)
     parallel = DataParallel(module, mesh, job.layout.dp_shard)
     optimizer = Optimizer(module, job.train, mesh)
-    step = Step(job, spec, mesh, parallel, optimizer, on_bad=partial(stop_non_finite, job, mesh, parallel))
+    on_bad = partial(stop_non_finite, job, mesh, parallel)
+    names = () if how is None else amax_names(spec, how)
+    step = Step(job, spec, mesh, parallel, optimizer, on_bad=on_bad, amax_names=names)
     return Assembly(job, spec, mesh, module, parallel, optimizer, step)

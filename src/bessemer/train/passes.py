@@ -15,6 +15,7 @@ from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
 from bessemer.core.stages import stage_ranges
 from bessemer.models.moe import expert_load
+from bessemer.models.quantise import held_amax, start_amax
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
 from bessemer.parallel.pipeline import Pipeline
@@ -27,11 +28,13 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Contribution:
-    """What a rank's units give to a step beside the gradients, which stay in `.grad`. All of it is summed."""
+    """What a rank's units give to a step beside the gradients, which stay in `.grad`. It is summed over ranks, but for
+    amax, of which the maximum counts."""
 
     loss_sum: Tensor | float = 0.0
     weight_sum: Tensor | float = 0.0
     expert_load: Tensor | None = None  # float64 [MoE layers, experts]: how often each was chosen
+    amax: Tensor | None = None  # float32 [quantised tensors of the whole model, 3], of delayed scaling
     batches: list[Batch] = field(default_factory=list)  # for naming the first bad tensor
 
     def add(self, loss_sum: Tensor, weight_sum: Tensor) -> None:
@@ -49,10 +52,13 @@ class Contribution:
 class Passes:
     """Runs units of micro-batches through what this rank holds of the model."""
 
-    def __init__(self, job: Job, spec: ModelSpec, mesh: Mesh, parallel: DataParallel) -> None:
+    def __init__(
+        self, job: Job, spec: ModelSpec, mesh: Mesh, parallel: DataParallel, amax_names: tuple[str, ...] = ()
+    ) -> None:
         self.module: nn.Module = parallel.module
         self.mesh = mesh
         self.phases = Phases()
+        self.amax_names = amax_names
         self._job = job
         self._spec = spec
         self._parallel = parallel
@@ -70,6 +76,7 @@ class Passes:
     def run(self, batches: Iterator[Batch], count: int) -> Contribution:
         """Forward and backward of the next `count` micro-batches, whole units; local gradients add up in `.grad`."""
         mine = Contribution()
+        start_amax(self.module)
         each = 1 if self._pipeline is None else self._job.micro_batches
         for first in range(0, count, each):
             with self.phases("data_s"):
@@ -81,6 +88,8 @@ class Passes:
                 self._straight(mine, unit[0])
             else:
                 _Unit(self, mine, unit, first + each == count).run(self._pipeline)
+        if self.amax_names:
+            mine.amax = held_amax(self.module, self.amax_names, self.mesh.device)
         return mine
 
     def _straight(self, mine: Contribution, batch: Batch) -> None:

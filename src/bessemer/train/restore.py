@@ -13,6 +13,7 @@ from bessemer.core.errors import CheckpointError
 from bessemer.core.job import Job
 from bessemer.core.paths import user_path
 from bessemer.keep.checkpoint import Checkpoint, CheckpointFolder
+from bessemer.models.quantise import refresh_amax
 from bessemer.train.assembly import Assembly
 from bessemer.train.state import state_names, state_slices
 
@@ -57,7 +58,9 @@ def restore(parts: Assembly, run_folder: Path, data_fingerprint: str) -> Restore
         return Restored(0, None, choice["why"])
     with Checkpoint.open(Path(choice["path"])) as checkpoint:
         _check_meta(checkpoint.meta, job, data_fingerprint, choice["path"])
-        checkpoint.read_into(state_slices(parts.module, parts.optimizer), expected=state_names(parts.spec, job.train))
+        names = state_names(parts.spec, job.train, parts.step.passes.amax_names)
+        checkpoint.read_into(state_slices(parts.module, parts.optimizer), expected=names)
+    refresh_amax(parts.module)
     parts.optimizer.set_steps(checkpoint.step)
     return Restored(checkpoint.step, choice["path"], choice["why"])
 

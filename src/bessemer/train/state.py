@@ -7,7 +7,7 @@ them that writes it, so that all write in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,18 +16,27 @@ from bessemer.core.job import TrainSection
 from bessemer.core.model import ModelSpec
 from bessemer.keep.slices import Slice
 from bessemer.models.canonical import held, shapes
+from bessemer.models.quantise import histories
 from bessemer.parallel.copies import Copies, copies_of
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.optim import Optimizer, moments
 
-__all__ = ["OPTIMIZER_PREFIX", "owned_slices", "slices_of", "state_names", "state_slices"]
+__all__ = ["HISTORY_PREFIX", "OPTIMIZER_PREFIX", "owned_slices", "slices_of", "state_names", "state_slices"]
 
 OPTIMIZER_PREFIX = "optim."
+HISTORY_PREFIX = "precision.history/"
+"""The amaxes of delayed scaling, float32 [3, steps] of each logical tensor, for x, weight and gradient."""
 
 
 def state_slices(module: nn.Module, optimizer: Optimizer | None) -> list[Slice]:
-    """Every slice of parameters and optimizer state that this rank holds; the tensors are views, not copies."""
-    return [s for prefix, named in _named(module, optimizer).items() for s in slices_of(module, named, prefix)]
+    """Every slice of parameters and optimizer state, and every history of amaxes, that this rank holds; the tensors are
+    views, not copies."""
+    found = [s for prefix, named in _named(module, optimizer).items() for s in slices_of(module, named, prefix)]
+    return found + _history_slices(module)
+
+
+def _history_slices(module: nn.Module) -> list[Slice]:
+    return [Slice.whole(HISTORY_PREFIX + name, history) for name, history in histories(module)]
 
 
 def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Mapping[str, torch.Tensor]]:
@@ -41,11 +50,13 @@ def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Mapping[
     return named
 
 
-def state_names(spec: ModelSpec, train: TrainSection) -> list[str]:
-    """The canonical names of the whole state over all ranks, however little of it one rank holds."""
+def state_names(spec: ModelSpec, train: TrainSection, amax_names: Sequence[str] = ()) -> list[str]:
+    """The canonical names of the whole state over all ranks, however little of it one rank holds. `amax_names`: the
+    tensors whose scales follow a history."""
     names = list(shapes(spec))
     kinds = {name: moments(name, len(shape), train) for name, shape in shapes(spec).items()}
-    return names + [f"{OPTIMIZER_PREFIX}{kind}/{name}" for name in names for kind in kinds[name]]
+    moved = [f"{OPTIMIZER_PREFIX}{kind}/{name}" for name in names for kind in kinds[name]]
+    return names + moved + [HISTORY_PREFIX + name for name in amax_names]
 
 
 def slices_of(module: nn.Module, named: Mapping[str, torch.Tensor], prefix: str = "") -> list[Slice]:
@@ -69,4 +80,6 @@ def owned_slices(module: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Sl
             loads[least] += s.tensor.nbytes
             if least == copies.place:
                 mine.append(s)
+    if mesh.at("replica") == mesh.index("data") == mesh.at("tp") == 0:  # all ranks of a stage have the same, and little
+        mine += _history_slices(module)
     return mine

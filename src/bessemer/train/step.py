@@ -21,6 +21,7 @@ from bessemer.core.model import ModelSpec
 from bessemer.data.cursor import deal, units_of_step
 from bessemer.models.canonical import local
 from bessemer.models.moe import moe_layers
+from bessemer.models.quantise import advance_amax
 from bessemer.parallel.copies import squared_norm, sum_partial_gradients
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
@@ -75,7 +76,8 @@ class Step:
     """Runs and commits the steps of a job on this rank.
 
     `on_bad` is called on every rank, before the update, when the loss or the gradient norm isn't finite; it has to
-    raise. The arguments are the step (from 0) and this rank's own contribution.
+    raise. The arguments are the step (from 0) and this rank's own contribution. `amax_names`: the tensors whose scales
+    follow a history.
     """
 
     def __init__(
@@ -85,13 +87,15 @@ class Step:
         mesh: Mesh,
         parallel: DataParallel,
         optimizer: Optimizer,
+        *,
         on_bad: Callable[[Passes, int, Contribution], None],
+        amax_names: tuple[str, ...] = (),
     ) -> None:
         self.job = job
         self.mesh = mesh
         self.parallel = parallel
         self.optimizer = optimizer
-        self.passes = Passes(job, spec, mesh, parallel)
+        self.passes = Passes(job, spec, mesh, parallel, amax_names)
         self._spec = spec
         self._on_bad = on_bad
 
@@ -108,7 +112,8 @@ class Step:
         return self._commit(step, mine, start, stop)
 
     def _sums(self, mine: Contribution, stop: bool) -> tuple[float, float, bool, torch.Tensor | None]:
-        """Over all ranks: loss, weight, whether anybody asks to stop, and how often each expert was chosen."""
+        """Over all ranks: loss, weight, whether anybody asks to stop, and how often each expert was chosen. The amaxes
+        of `mine` become those of all ranks."""
         own = [float(mine.loss_sum), float(mine.weight_sum)] if self.mesh.counts_loss else [0.0, 0.0]
         sums = torch.tensor([*own, float(stop)], dtype=torch.float64, device=self.mesh.device)
         layers, moe = len(moe_layers(self._spec)), self._spec.moe
@@ -117,6 +122,8 @@ class Step:
             load = sums.new_zeros(layers, moe.num_experts) if mine.expert_load is None else mine.expert_load
             sums = torch.cat((sums, load.flatten()))
         sums = self.mesh.sum_over_world(sums)
+        if mine.amax is not None:
+            self.mesh.max_over_world(mine.amax)
         loss_sum, weight, stops = sums[:3].tolist()
         return loss_sum, weight, stops > 0, None if load is None else sums[3:].view_as(load)
 
@@ -139,6 +146,8 @@ class Step:
             self.optimizer.step(factor)
             if load is not None:
                 move_selection_biases(module, load)
+            if mine.amax is not None:
+                advance_amax(module, self.passes.amax_names, mine.amax)
         phases, longest_wait_s = self._phases_of_all()
         step_s = time.perf_counter() - start
         phases["other_s"] = max(0.0, step_s - sum(phases.values()))

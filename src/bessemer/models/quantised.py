@@ -1,0 +1,61 @@
+"""What a projection keeps beside its weight where a recipe quantises its products.
+
+Legend: P logical tensors packed in a weight, H steps of history; three roles x, weight, grad.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bessemer.models.split import SequenceSplit
+from bessemer.precision import Numerics, QuantProducts, advance, reference_amax
+
+__all__ = ["Quantised"]
+
+
+class Quantised(nn.Module):
+    """Makes the products of a projection's calls, and keeps the states of delayed recipes (others have none).
+
+    names: of the logical tensors in the weight's rows, in order; sizes: how many rows each has on this rank.
+    Buffers: `history` float32 [P, 3, H], the newest first; `seen` float32 [P, 3], the amaxes of the step so far. Within
+    a step the history doesn't change, so that recomputing and putting off give the same bits.
+    """
+
+    history: Tensor
+    seen: Tensor
+
+    def __init__(
+        self, numerics: Numerics, names: tuple[str, ...], sizes: tuple[int, ...], device: torch.device
+    ) -> None:
+        super().__init__()
+        self.numerics, self.names, self.sizes = numerics, names, sizes
+        self.past: Tensor | None = None
+        self.known = False
+        if numerics.delayed:
+            self.register_buffer("history", torch.zeros(len(names), 3, numerics.history, device=device))
+            self.register_buffer("seen", torch.zeros(len(names), 3, device=device))
+
+    def refresh(self) -> Tensor:
+        """After the history has changed: what the next step scales by, float32 [P, 3]. `known` is the caller's to set:
+        whether none of it is 0."""
+        roles = [reference_amax(past, self.numerics.choice, self.numerics.margin) for past in self.history]
+        self.past = torch.stack(roles)
+        return self.past
+
+    def advance(self, seen: Tensor) -> None:
+        """At the commit of a step: seen float32 [P, 3] over all ranks."""
+        self.history.copy_(torch.stack([advance(h, s) for h, s in zip(self.history, seen, strict=True)]))
+
+    def products(self, dtype: torch.dtype, ranks: SequenceSplit) -> QuantProducts:
+        """Of one call. Without gradients, as in an evaluation, nothing is noted."""
+        noted = self.numerics.delayed and torch.is_grad_enabled()
+        return QuantProducts(
+            self.numerics,
+            dtype,
+            self.sizes,
+            self.past,
+            self.known,
+            seen=self.seen if noted else None,
+            reduce=None if ranks.degree == 1 else ranks.largest,
+        )
