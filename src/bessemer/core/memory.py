@@ -126,10 +126,12 @@ def _sharing(job: Job, spec: ModelSpec) -> Sharing:
     layout = job.layout
     data = job.shard * layout.cp
     local = spec.moe.num_experts // layout.ep if spec.moe is not None else 1
+    width = spec.moe.expert_ffn_size // layout.etp if spec.moe is not None else 1
     experts = data * layout.tp // (layout.ep * layout.etp)
     several = job.train.global_batch > job.unit * job.replicas
     return sharing_of(
-        Copies(data=data, experts=experts, replicas=job.replicas, local_experts=local),
+        Copies(data=data, experts=experts, replicas=job.replicas, local_experts=local, width=width),
+        spec.hidden_size,
         sharded=int(layout.dp_shard != "none"),
         full=int(layout.dp_shard == "full"),
         accumulates=int(layout.pp > 1 or (layout.dp_shard == "optimizer" and several)),

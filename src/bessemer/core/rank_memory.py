@@ -55,24 +55,23 @@ class Sharing:
 @dataclass(frozen=True, kw_only=True)
 class Copies:
     """Ranks that hold the same. data: inside a copy of the model, of all but experts; experts: of experts; replicas:
-    copies of the model. local_experts: whole experts of a rank (1 without any)."""
+    copies of the model. local_experts: whole experts of a rank (1 without any), of `width` each."""
 
     data: Any
     experts: Any
     replicas: Any
     local_experts: Any
+    width: Any
 
 
-def sharing_of(c: Copies, *, sharded: Any, full: Any, accumulates: Any, muon: Any = 0) -> Sharing:
+def sharing_of(c: Copies, hidden: int, *, sharded: Any, full: Any, accumulates: Any, muon: Any = 0) -> Sharing:
     """As `parallel/data.py` shares out. sharded: whether `dp_shard` isn't "none"; full: whether it is "full";
     accumulates: whether whole gradients are summed over several backward passes before they are scattered.
-
-    FSDP cuts stacks of experts between experts: where fewer of them lie on a rank than ranks share them, one is the
-    least.
     """
     dense = sharded * (c.data > 1)
     experts = dense * (c.experts > 1)
-    largest = c.local_experts / -(-c.local_experts // c.experts)
+    # of an expert's elements two thirds have its width as rows, the way out the model's
+    largest = 3 / (2 / _divided(c, c.width) + 1 / _divided(c, hidden))
     return Sharing(
         dense=1 + dense * (c.data - 1),
         experts=1 + experts * (largest - 1),
@@ -113,6 +112,13 @@ def state_lines(rank: Elements, s: Sharing, *, ends: Any, blocks: Any) -> dict[s
 def scattered_bytes(block: Elements, s: Sharing) -> Any:
     """What FSDP needs for a moment where it scatters the gradients of `block` at once: them, and the copy it sends."""
     return (1 - s.whole) * 2 * MASTER_BYTES * (s.sharded_dense * block.dense + s.sharded_experts * block.experts)
+
+
+def _divided(c: Copies, rows: Any) -> Any:
+    """By what a rank's share of stacks of experts is smaller than all: stacks are cut evenly between experts, else
+    between rows of each, else between experts as it comes out, of which the fullest rank counts."""
+    even = 1 * ((c.local_experts % c.experts == 0) | (rows % c.experts == 0))
+    return even * c.experts + (1 - even) * c.local_experts / -(-c.local_experts // c.experts)
 
 
 @dataclass(frozen=True, kw_only=True)

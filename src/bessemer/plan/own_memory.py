@@ -93,7 +93,7 @@ class _Ranks:
         tokens, table = lay.micro_batch * seq / lay.cp, self._sizes["table"]
         self._passing = Passing(tokens=tokens, stream=stream, wide=wide, hidden=spec.hidden_size, table=table)
         self._rotations = rotation_bytes(spec, lay.cp)
-        self._sharing = _sharing(lay, self._sizes["local_experts"], num_micro)
+        self._sharing = _sharing(lay, spec.hidden_size, self._sizes, num_micro)
 
     def rank_of(self, slot: NDArray[np.int64]) -> NDArray[np.int64]:
         rank: NDArray[np.int64] = self._held[np.arange(len(slot)), slot, 0].astype(np.int64)
@@ -157,14 +157,20 @@ def _where(condition: Any, yes: Elements, no: Elements) -> Elements:
     return Elements(*(np.where(condition, a, b) for a, b in zip(yes, no, strict=True)))
 
 
-def _sharing(lay: Layouts, local_experts: Any, num_micro: Any) -> Sharing:
+def _sharing(lay: Layouts, hidden: int, sizes: dict[str, Any], num_micro: Any) -> Sharing:
     sharded, full = lay.dp_shard > 0, lay.dp_shard == DP_SHARDS.index("full")
     replicas = np.where(sharded, lay.replicas, 1)
     data = lay.dp * lay.cp // replicas
     experts = np.maximum(data * lay.tp // (lay.ep * lay.etp), 1)
     accumulates = (lay.pp > 1) | ((lay.dp_shard == DP_SHARDS.index("optimizer")) & (np.asarray(num_micro) > 1))
-    copies = Copies(data=data, experts=experts, replicas=replicas, local_experts=local_experts)
-    return sharing_of(copies, sharded=sharded * 1, full=full * 1, accumulates=accumulates * 1)
+    copies = Copies(
+        data=data,
+        experts=experts,
+        replicas=replicas,
+        local_experts=sizes["local_experts"],
+        width=sizes["expert_width"],
+    )
+    return sharing_of(copies, hidden, sharded=sharded * 1, full=full * 1, accumulates=accumulates * 1)
 
 
 def _unique(
@@ -269,6 +275,7 @@ def _elements(spec: ModelSpec, tp: int, ep: int, etp: int) -> dict[str, float]:
         "positions": spec.max_positions * spec.hidden_size if spec.positions == "learned" else 0,
         "last": last - again,
         "local_experts": max(spec.moe.num_experts // ep, 1) if spec.moe is not None else 1,
+        "expert_width": spec.moe.expert_ffn_size // etp if spec.moe is not None else 1,
         "widest.plain": widest_matrix(spec, layout, moe=False),
         "widest.routed": widest_matrix(spec, layout, moe=True),
         **{f"{kind}.{field}": getattr(block, field) for kind, block in blocks.items() for field in Elements._fields},
