@@ -203,7 +203,8 @@ def _recompute_sizes(job: Job, spec: ModelSpec, machine: Machine | None) -> list
 
 def _budget_problem(job: Job, spec: ModelSpec, given: float) -> Problem:
     least = least_bytes(job, spec)
-    fix = f"train.recompute_gb = {math.ceil(least / 1e7) / 100:g} or more"
+    step = 10.0 ** (math.floor(math.log10(least)) - 1)  # two digits, rounded up
+    fix = f"train.recompute_gb = {math.ceil(least / step) * step / 1e9:.4g} or more"
     for micro in reversed(divisors_near(job.train.micro_batch, job.train.micro_batch // 2, 64)):
         smaller = job.model_copy(update={"train": job.train.model_copy(update={"micro_batch": micro})})
         if least_bytes(smaller, spec) <= given * 1e9:
