@@ -6,8 +6,8 @@ the part's own forward, and the outputs of the products that aren't made again s
 
 A policy is a set of parts. For the planner it also says which shares of a layer run a second time, between 0 and 1,
 and which saved tensors thereby go away. Sources: full and selective arXiv 2205.05198; `fine` is the output-discarding
-recompute of Megatron-Core (norms, activation function, MLA up-projections); `ops` is torchtitan's selective
-checkpointing by operator, which keeps every second matrix product.
+recompute of Megatron-Core (norms, activation function, MLA up-projections); `every-second` is torchtitan's selective
+checkpointing by operator, which keeps every second matrix product, `ops` the same with all of them kept.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ RECOMPUTE: dict[str, Recompute] = {
         Recompute("block", True, 1, 1, 1, 1, 1, 1, 1, 1, True, _ALL, "full, in the first layers of each stage"),
         Recompute("fine", True, 0, 0, 0.6, 0, 1, 1, 0, 0, False, FINE, "chosen parts, by default the cheap ones again"),
         Recompute("mlp", True, 0.6, 0, 0.5, 0.5, 0.5, 1, 0, 0.45, False, _MLP, "norms and the feed-forward part again"),
-        Recompute("ops", True, 0.5, 0, 1, 0, 1, 1, 0, 0.4, False, _CHEAP, "all but products and attention again"),
+        Recompute("ops", True, 0, 0, 0.8, 0, 1, 1, 0, 0.05, False, _CHEAP, "all but products and attention again"),
+        Recompute(
+            "every-second", False, 0.5, 0, 1, 0, 1, 1, 0, 0.4, False, (), "every second product, all small operators"
+        ),
     )
 }
 """In the order of their ids in `bessemer.plan.space.Layouts`."""

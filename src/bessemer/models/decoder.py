@@ -127,7 +127,7 @@ class Decoder(nn.Module):
 
     @saving.setter
     def saving(self, saving: Saving) -> None:
-        self._compute.saving = saving
+        self._compute.saving = self.split.tensor.saving = saving
 
     def forward(
         self,

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer import ops
+from bessemer.models.saving import Saving
 from bessemer.ops.linear import How
 
 __all__ = ["ContextSplit", "ExpertSplit", "Sent", "SequenceSplit", "Split", "TensorSplit"]
@@ -32,6 +33,8 @@ class TensorSplit:
     degree: int = 1
     rank: int = 0
     sequence_parallel: bool = False
+    saving: Saving = Saving()
+    """What is kept of tensors that are only gathered or rearranged for a product: the part "gather"."""
 
     def enter(self, x_BSD: Tensor) -> Tensor:
         """From the stream to a value that every rank needs whole, for work on its own heads or columns.

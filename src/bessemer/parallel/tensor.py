@@ -107,6 +107,11 @@ def _run(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return made
 
 
+def _ranks_first(x_BGSI: Tensor) -> Tensor:
+    """[B, G, S, I] -> [G x B x S, I]."""
+    return x_BGSI.transpose(0, 1).flatten(0, 2)
+
+
 def _no_elements(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
@@ -344,18 +349,22 @@ class TensorParallel(TensorSplit):
             return _run(_InputGradient, entered, fixed, y, entering, 0)
         pieces = torch.split(x.detach(), _sizes(x.shape[1], self.chunks), 1)
         made = []
-        for i, transfer in enumerate([self._ranks.gather(piece) for piece in pieces]):
-            x_GBSI = transfer.wait()
+        for i, (piece, transfer) in enumerate([(piece, self._ranks.gather(piece)) for piece in pieces]):
+            x_GBSI = self.saving.made("gather", transfer.wait(), self._gathered, piece)
             y_TO = ops.linear(x_GBSI.flatten(0, 2), weight, bias, how)
             y_TO = _run(_InputGradient, entered, fixed, y_TO, entering, i)
             made.append(torch.unflatten(y_TO, 0, x_GBSI.shape[:3]).transpose(0, 1))
         return _joined(made, 2).flatten(1, 2)
 
+    def _gathered(self, x_BSI: Tensor) -> Tensor:
+        return self._ranks.gather(x_BSI).wait()
+
     def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
         if self.sequence_parallel:
             x_BGSI = torch.unflatten(x, 1, (self.degree, -1))
             sizes = _sizes(x_BGSI.shape[2], self.chunks)
-            pieces = [piece.transpose(0, 1).flatten(0, 2) for piece in torch.split(x_BGSI, sizes, 2)]
+            parts = torch.split(x_BGSI, sizes, 2)
+            pieces = [self.saving.part("gather", _ranks_first, piece_BGSI) for piece_BGSI in parts]
         else:
             rows_TI = x.flatten(0, 1)
             sizes = _sizes(len(rows_TI), self.chunks)

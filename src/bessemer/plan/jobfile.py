@@ -10,7 +10,7 @@ from bessemer.plan.figures import Priced
 
 __all__ = ["job_text"]
 
-_BESIDE = ("graph", "offload_optimizer", "offload_activations", "recompute_layers")
+_BESIDE = ("graph", "offload_optimizer", "offload_activations")
 """Choices that no field of a job has: they are named in a comment."""
 
 
@@ -25,6 +25,8 @@ def job_text(priced: Priced, index: int, model: str, name: str) -> str:
     train = {"global_batch": request.global_batch, "micro_batch": row["micro_batch"]}
     if row["recompute"] != "none":
         train["recompute"] = row["recompute"]
+    if row["recompute"] == "block":
+        train["recompute_layers"] = row["recompute_layers"]
     job: dict[str, Any] = {
         "run": {"name": name},
         "model": source,

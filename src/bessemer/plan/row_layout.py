@@ -205,7 +205,7 @@ def _replicas(sharding: str, group: int) -> int:
 def _recompute(cells: Mapping[str, str], era: str, assumed: list[str]) -> str:
     value, detail = cells.get("recompute", ""), cells.get("recompute_detail", "").lower()
     if era.startswith("torchtitan") and (value == "selective" or "selective ac" in cells.get("notes", "").lower()):
-        return "ops"
+        return "every-second"
     if value == "selective" and era.startswith("jax"):
         return "full"
     if (

@@ -116,7 +116,8 @@ class Layouts:
             job.layout,
             micro_batch=job.train.micro_batch,
             recipe=job.precision.recipe,
-            recompute=job.train.recompute,
+            recompute="fine" if job.train.recompute == "budget" else job.train.recompute,
+            recompute_layers=job.train.recompute_layers or 0,
             replicas=job.replicas if job.layout.dp_shard != "none" else 1,
         )
 
