@@ -141,7 +141,8 @@ def _sharing(job: Job, spec: ModelSpec) -> Sharing:
 
 def _passing_lines(job: Job, spec: ModelSpec, rank: int, stages: Mapping[int, range]) -> dict[str, float]:
     layout, wide = job.layout, compute_bytes(job)
-    sizes = Sizes.of(layout, wide, job.train.micro_batch)
+    coded = RECIPES[job.precision.recipe].keeps_codes
+    sizes = Sizes.of(layout, wide, job.train.micro_batch, coded=coded)
     table = math.ceil(spec.vocab_size / layout.tp) * spec.hidden_size
     tokens = job.train.micro_batch * job.data.seq_len / layout.cp
     passing = Passing(

@@ -36,6 +36,12 @@ class Recipe:
         return self.gemm in ("fp8", "fp4")
 
     @property
+    def keeps_codes(self) -> bool:
+        """Whether a linear layer keeps its input quantised for the backward pass, a byte an element: one scale for the
+        whole tensor serves along either dimension."""
+        return self.quantised and self.scale_block == 0
+
+    @property
     def gathers_quantised(self) -> bool:
         """Whether tensor-parallel gathers carry quantised elements; with a scale per row they come too early."""
         return self.quantised and self.scale_block != -1

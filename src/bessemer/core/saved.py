@@ -32,8 +32,9 @@ class Sizes:
     """By what a rank's share is smaller than the whole, and how wide an element of the compute type is.
 
     sequence: ranks that share out the stream, tp under sequence parallelism.  rearranged: whether rows are put in
-    another order before a product that leaves tensor parallelism; those of one sequence aren't.  exchanged: whether
-    tokens travel to their experts.  cp: ranks of context parallelism, of kind `cp_kind`.
+    another order before a product that leaves tensor parallelism; those of one sequence in one piece aren't.
+    exchanged: whether tokens travel to their experts.  cp: ranks of context parallelism, of kind `cp_kind`.  coded:
+    whether projections keep their inputs quantised, a byte an element (experts, routers and small ones don't).
     """
 
     compute_bytes: int = 2
@@ -44,19 +45,21 @@ class Sizes:
     exchanged: bool = False
     cp: int = 1
     cp_kind: str = "ring"
+    coded: bool = False
 
     @classmethod
-    def of(cls, layout: Layout, compute_bytes: int, micro_batch: int = 2) -> Sizes:
+    def of(cls, layout: Layout, compute_bytes: int, micro_batch: int = 2, *, coded: bool = False) -> Sizes:
         divided = layout.sequence_parallel and layout.tp > 1
         return cls(
             compute_bytes,
             layout.tp,
             layout.tp if divided else 1,
             layout.etp,
-            rearranged=divided and micro_batch > 1,
+            rearranged=divided and (micro_batch > 1 or layout.tp_chunks > 1),
             exchanged=layout.ep * layout.etp > 1,
             cp=layout.cp,
             cp_kind=layout.cp_kind,
+            coded=coded,
         )
 
     @property
@@ -144,6 +147,8 @@ def layer_bytes(spec: ModelSpec, layer: int, parts: Collection[str], at: Sizes) 
 def _entering_bytes(width: float, again: bool, parts: frozenset[str], at: Sizes) -> float:
     """Of what a norm returns for a projection that enters tensor parallelism, and the projection saves: what it has
     gathered from all ranks, or what the norm returned. again: whether the projection is made again."""
+    if at.coded and not again:
+        return width
     if at.divided and not (again or "gather" in parts):
         return at.compute_bytes * width
     return 0.0 if "norm" in parts else at.compute_bytes * width / at.sequence
@@ -167,6 +172,8 @@ def _attention_bytes(spec: ModelSpec, parts: frozenset[str], at: Sizes) -> float
             kept += packed * (spec.qk_norm + (apart or not spec.qk_norm) * (not copied))
             kept += _STREAM * (a.queries + a.keys) / spec.head_dim if apart else 0.0
     kept += _core_bytes(spec, a, at) if core else 0.0
+    if at.coded:
+        return kept + (0.0 if "out" in parts else a.out)
     rearranged = at.rearranged and not {"gather", "out"} & parts
     return kept + (c * a.out if rearranged else 0.0)
 
@@ -175,7 +182,8 @@ def _core_bytes(spec: ModelSpec, a: _Attention, at: Sizes) -> float:
     """What the attention core keeps beside its inputs: its result, in the width of keys and once more in that of
     values where they differ, and the statistics of softmax; under context parallelism its inputs in pieces too."""
     c, statistics = at.compute_bytes, _STREAM * a.heads
-    result = c * (a.queries + a.out if a.padded else a.out) + statistics
+    again = 0.0 if at.coded else c * a.out  # read by the projection that leaves attention
+    result = (c * a.queries + again if a.padded else c * a.out) + statistics
     if at.cp == 1:
         return result
     if at.cp_kind != "ulysses":  # values are not filled up
@@ -183,7 +191,7 @@ def _core_bytes(spec: ModelSpec, a: _Attention, at: Sizes) -> float:
     kv_heads = round(a.keys / spec.head_dim)
     repeats = at.cp // math.gcd(kv_heads, at.cp)
     inputs = c * (a.queries + repeats * (a.keys + a.values))
-    return inputs + result + (0.0 if a.padded else c * a.out)  # its result comes back to this rank's tokens
+    return inputs + result + (0.0 if a.padded else again)  # its result comes back to this rank's tokens
 
 
 def _latent_bytes(spec: ModelSpec, a: _Attention, parts: frozenset[str], at: Sizes) -> float:
@@ -191,8 +199,11 @@ def _latent_bytes(spec: ModelSpec, a: _Attention, parts: frozenset[str], at: Siz
     mla, c = spec.mla, at.compute_bytes
     assert mla is not None
     kept = 0.0 if "norm" in parts else c * spec.hidden_size / at.sequence
+    coded = at.coded and "qkv" not in parts
+    if coded:  # by each of the two projections
+        kept = spec.hidden_size * (1 / at.sequence + (1 if mla.q_lora_rank is None else 1 / at.sequence))
     if mla.q_lora_rank is None:  # query heads come straight from the stream, and are inputs of `mla_up`
-        gathered = at.divided and not {"qkv", "gather"} & parts
+        gathered = at.divided and not coded and not {"qkv", "gather"} & parts
         kept += c * spec.hidden_size if gathered else 0.0
         kept += c * a.queries if "mla_up" in parts and "qkv" not in parts else 0.0
     if "norm" not in parts:
@@ -206,6 +217,8 @@ def _latent_bytes(spec: ModelSpec, a: _Attention, parts: frozenset[str], at: Siz
 
 def _feed_forward_bytes(spec: ModelSpec, width: int, parts: frozenset[str], at: Sizes) -> float:
     kept = 0 if "up" in parts else (2 if spec.gated else 1)
+    if at.coded:
+        return (at.compute_bytes * kept + 1) * width / at.tp
     kept += 0 if "activation" in parts and ("gather" in parts or not at.rearranged) else 1
     return at.compute_bytes * kept * width / at.tp
 
@@ -237,8 +250,9 @@ def _shared_bytes(spec: ModelSpec, parts: frozenset[str], at: Sizes) -> float:
     c, hidden = at.compute_bytes, spec.hidden_size
     kept, gathered = 0.0, False
     if moe.shared_ffn_size:
-        gathered = at.divided and not {"up", "gather"} & parts
-        kept += c * hidden if gathered else 0.0
+        coded = at.coded and "up" not in parts
+        gathered = coded or (at.divided and not {"up", "gather"} & parts)
+        kept += (1 if coded else c) * hidden if gathered else 0.0
         kept += _feed_forward_bytes(spec, moe.shared_ffn_size, parts, at)
         kept += c * (hidden + 2) / at.sequence if moe.shared_gate else 0
     read = (moe.shared_ffn_size and not gathered) or moe.shared_gate

@@ -84,8 +84,9 @@ class _Option(NamedTuple):
 
 def rank_sizes(job: Job) -> Sizes:
     """What a rank of the job holds of a block."""
-    compute = 4 if RECIPES[job.precision.recipe].compute == "fp32" else 2
-    return Sizes.of(job.layout, compute, job.train.micro_batch)
+    how = RECIPES[job.precision.recipe]
+    compute = 4 if how.compute == "fp32" else 2
+    return Sizes.of(job.layout, compute, job.train.micro_batch, coded=how.keeps_codes)
 
 
 def layers_of_rank(job: Job, spec: ModelSpec, rank: int) -> tuple[int, ...]:

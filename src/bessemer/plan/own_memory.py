@@ -85,7 +85,7 @@ class _Ranks:
         filled = np.array([[*ranks, *[ranks[-1]] * (self.slots - len(ranks))] for ranks in kinds], float)
         self._held = filled[which]  # [S, slots, what `_ranks` gives]
         self._sizes = _columns(lay, ("tp", "ep", "etp"), functools.partial(_elements, spec))
-        block = ("tp", "sequence_parallel", "cp", "cp_kind", "ep", "etp", "recompute", "recipe")
+        block = ("tp", "sequence_parallel", "cp", "cp_kind", "ep", "etp", "recompute", "recipe", "tp_overlap")
         several = np.minimum(lay.micro_batch, 2)  # sequences: more than one are put in another order here and there
         self._saved = _columns(lay, block, functools.partial(_saved, spec), several)
         wide = np.array([4.0 if r.compute == "fp32" else 2.0 for r in RECIPES.values()])[lay.recipe]
@@ -284,10 +284,11 @@ def _elements(spec: ModelSpec, tp: int, ep: int, etp: int) -> dict[str, float]:
 
 def _saved(spec: ModelSpec, *columns: int) -> dict[str, float]:
     """Bytes a token that a layer without and one with experts save, under the columns' recompute and without any."""
-    tp, sequence_parallel, cp, cp_kind, ep, etp, recompute, recipe, micro_batch = columns
+    tp, sequence_parallel, cp, cp_kind, ep, etp, recompute, recipe, overlap, micro_batch = columns
+    how = tuple(RECIPES.values())[recipe]
     axes = {"tp": tp, "sequence_parallel": bool(sequence_parallel), "cp": cp, "cp_kind": CP_KINDS[cp_kind]}
-    layout = Layout.model_validate({**axes, "ep": ep, "etp": etp})
-    sizes = Sizes.of(layout, 4 if tuple(RECIPES.values())[recipe].compute == "fp32" else 2, micro_batch)
+    layout = Layout.model_validate({**axes, "ep": ep, "etp": etp, "tp_chunks": 1 + overlap})
+    sizes = Sizes.of(layout, 4 if how.compute == "fp32" else 2, micro_batch, coded=how.keeps_codes)
     parts = tuple(RECOMPUTE.values())[recompute].parts
     kinds = {"plain": False, "routed": True}
     found = {}

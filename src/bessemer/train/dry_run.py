@@ -24,13 +24,14 @@ from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
 from bessemer.core.schedules import SCHEDULES, schedule_actions
 from bessemer.models.decoder import Decoder
+from bessemer.models.quantise import quantise
 from bessemer.parallel.axes import held_layers, split_of
 from bessemer.parallel.data import shard
 from bessemer.parallel.expert import ExpertParallel
 from bessemer.parallel.mesh import Mesh, build_mesh
 from bessemer.parallel.program import Step, rank_program, transfer_order
 from bessemer.parallel.recompute import apply_recompute
-from bessemer.train.assembly import COMPUTE_DTYPES
+from bessemer.train.assembly import COMPUTE_DTYPES, quantising
 from bessemer.train.dry_memory import StageBytes, peak_bytes, scattered_bytes, stage_bytes, state_bytes
 
 __all__ = ["RankMemory", "dry_run"]
@@ -106,6 +107,9 @@ def _share(job: Job, spec: ModelSpec, mesh: Mesh, layers: tuple[int, ...]) -> De
     """What this rank holds of the model before sharding, on the meta device."""
     module = Decoder(spec, device="meta", split=split_of(job, spec, mesh, _EvenExperts), layers=layers)
     module.compute_dtype = COMPUTE_DTYPES[job.precision.recipe]
+    how = quantising(job)
+    if how is not None:
+        quantise(module, how)
     return module
 
 
