@@ -20,6 +20,7 @@ SAME = (
     ("precision", None),
     ("train", "optimizer"),
     ("train", "micro_batch"),
+    ("train", "compile"),
     ("train", "recompute"),
     ("train", "recompute_layers"),
     ("train", "recompute_modules"),

@@ -90,7 +90,8 @@ def _first_bad_output(passes: Passes, batch: Batch) -> tuple[int, str] | None:
 
     handles = [part.register_forward_hook(watch(name or "the loss")) for name, part in passes.module.named_modules()]
     try:
-        passes.forward(batch)
+        with torch.compiler.set_stance("force_eager"):  # a hook that watches breaks a compiled block's graph
+            passes.forward(batch)
     finally:
         for handle in handles:
             handle.remove()
