@@ -14,12 +14,14 @@ from bessemer.core.units import counted
 
 __all__ = ["problems"]
 
+_DELAYED, _HIGH = ("history", "amax", "margin"), ("high_first", "high_last")
+
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
     """The checks for which what they need could be read: `spec` and `machine` are None where it couldn't."""
-    found = [*_recipe(job, machine)]
+    found = [*_recipe(job, machine), *_recipe_fields(job)]
     if spec is not None:
-        found += _positions(job, spec)
+        found += [*_positions(job, spec), *_high_blocks(job, spec)]
     if machine is not None:
         found += _devices(job, machine)
     # Stages without layers have no memory to speak of: the layout's own check says so.
@@ -55,6 +57,37 @@ def _recipe(job: Job, machine: Machine | None) -> Iterator[Problem]:
         fix = one_of("precision.recipe", fits) if fits else "a machine file that gives its peak rates"
         why = "there is no silent fallback to another precision"
         yield _problem("recipe-machine", "precision.recipe", what, why=why, fix=fix)
+
+    elif known.quantised and known.runnable and machine is not None and machine.device != "cpu":
+        what = f'recipe = "{name}" trains on a CPU only, and {machine.name} is none'
+        why = "the trainer emulates it with products in bfloat16, which is exact and many times slower than bfloat16"
+        yield _problem("not-runnable", "precision.recipe", what, why=why, fix='precision.recipe = "bf16"')
+
+
+def _recipe_fields(job: Job) -> Iterator[Problem]:
+    """Fields that the recipe wouldn't read."""
+    section, known = job.precision, RECIPES.get(job.precision.recipe)
+    if known is None:
+        return
+    rules = [(name, known.name == "fp8-delayed", 'precision.recipe = "fp8-delayed"') for name in _DELAYED]
+    rules += [(name, known.quantised, "a quantised recipe") for name in _HIGH]
+    for name, used, instead in rules:
+        value = getattr(section, name)
+        if not used and value not in (None, 0):
+            shown = f'"{value}"' if isinstance(value, str) else value
+            what = f'{name} = {shown} has no effect with recipe = "{known.name}"'
+            why = "it belongs to another recipe, and would be silently ignored"
+            yield _problem("ignored-setting", f"precision.{name}", what, why=why, fix=f"delete it, or {instead}")
+
+
+def _high_blocks(job: Job, spec: ModelSpec) -> Iterator[Problem]:
+    section, known = job.precision, RECIPES.get(job.precision.recipe)
+    high, layers = section.high_first + section.high_last, spec.num_layers
+    if known is not None and known.quantised and high >= layers:
+        what = f"high_first + high_last = {high} leaves none of the {counted(layers, 'block')} to quantise"
+        fix = f'precision.recipe = "{known.compute}", or fewer than {layers} together'
+        why = f'recipe = "{known.name}" would then be another name of {known.compute}'
+        yield _problem("precision-high", "precision.high_first", what, why=why, fix=fix)
 
 
 def _positions(job: Job, spec: ModelSpec) -> Iterator[Problem]:
