@@ -66,7 +66,7 @@ EXPECTED: dict[str, set[tuple[str, str]]] = {
         ("batch-ramp", "train.batch_ramp[2]"),
         ("batch-split", "train.batch_ramp[1][1]"),
     },
-    "recipe": {("not-runnable", "precision.recipe"), ("recipe-machine", "precision.recipe")},
+    "recipe": {("recipe-machine", "precision.recipe")},
     "replicas": {("replicas", "keep.replicas")},
     "resume": {("resume-missing", "run.resume")},
     "schedule": {("warmup-steps", "train.warmup_steps"), ("eval-every", "train.eval_every")},

@@ -88,6 +88,16 @@ def _found(job: str, sets: tuple[str, ...]) -> dict[tuple[str, str], Problem]:
         (("run.resume=atuo",), "resume-missing", "run.resume", "atuo"),
         (("precision.recipe=fp9",), "recipe-unknown", "precision.recipe", "fp9"),
         (("precision.recipe=nvfp4", "machine.name=h100"), "recipe-machine", "precision.recipe", "h100"),
+        (("precision.recipe=fp8-row", "machine.name=h100"), "not-runnable", "precision.recipe", "on a CPU only"),
+        (("precision.recipe=mxfp8", "precision.margin=1"), "ignored-setting", "precision.margin", "margin = 1"),
+        (("precision.amax=max",), "ignored-setting", "precision.amax", '"max"'),
+        (("precision.high_last=1",), "ignored-setting", "precision.high_last", "bf16"),
+        (
+            ("precision.recipe=mxfp8", "precision.high_first=5", "precision.high_last=1"),
+            "precision-high",
+            "precision.high_first",
+            "none of the 6 blocks",
+        ),
         (("model.num_hidden_layers=1000000000000",), "model-value", "model.num_hidden_layers", "at most 100000"),
         (("machine.gpus=3", "layout.dp=2"), "gpus", "machine.gpus", "needs 2"),
         (("machine.gpus=3",), "gpus", "machine.gpus", "= 1 rank"),
@@ -115,6 +125,8 @@ def test_contradiction(empty: str, sets: tuple[str, ...], code: str, where: str,
         ("train.steps=3",),  # shorter than the default warm-up
         ("layout.schedule=1f1b", "layout.virtual_stages=1", "layout.cp_kind=ring"),  # written out, as defaults are
         ("precision.recipe=fp32", "machine.gpus=1"),
+        ("precision.recipe=fp8-delayed", "precision.history=4", "precision.amax=most_recent", "precision.margin=1"),
+        ("precision.recipe=mxfp8", "precision.high_first=1", "precision.high_last=1"),
         ("layout.dp=12", "train.global_batch=96"),  # on a CPU there is no host to fill
     ],
 )

@@ -95,3 +95,18 @@ def test_without_the_maximum_over_all_ranks_their_histories_differ(layout: dict[
     _, ranks = both(Case(job_of("fp8-delayed", **layout), sabotage=_no_maximum))
     with pytest.raises(AssertionError, match="ranks differ in the history"):
         one_history(ranks)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, **SP}, {"cp": 2}, {"dp": 2, "ep": 2}, {"pp": 2, "model": {"num_hidden_layers": 3}}], ids=str
+)
+def test_latents_shared_experts_and_predictions_have_their_own_scales(layout: dict[str, object]) -> None:
+    """DeepSeek's latent attention, shared expert and block of multi-token prediction."""
+    one, ranks = both(Case(job_of("fp8-delayed", "deepseek_v3", train={"seed": 3}, **layout), steps=1))
+    found = excess(one, ranks)
+    assert found["first loss"] < 1e-6 and found["gradient"] < FLIPPED, found
+    histories = one_history(ranks)
+    assert histories.keys() == one["histories"].keys()
+    assert {"mtp.0.attn.q_a", "layers.1.mlp.shared.up"} <= histories.keys()
+    for name, history in histories.items():
+        np.testing.assert_allclose(history, one["histories"][name], rtol=1e-5)

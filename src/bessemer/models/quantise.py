@@ -30,6 +30,7 @@ __all__ = [
     "Quantising",
     "advance_amax",
     "amax_names",
+    "choice",
     "held_amax",
     "histories",
     "quantise",
@@ -67,6 +68,18 @@ def why_kept(spec: ModelSpec, how: Quantising) -> dict[tuple[int, str], str]:
                 why = f"it is in the last {how.high_last} blocks (precision.high_last)"
             found[layer, row.name] = why
     return found
+
+
+def choice(spec: ModelSpec, how: Quantising) -> list[dict[str, str | int]]:
+    """For people: of each kind of linear layer in how many blocks it runs as what, and why where not quantised."""
+    found: dict[tuple[str, str], int] = {}
+    for (_, name), why in why_kept(spec, how).items():
+        found[name, why] = found.get((name, why), 0) + 1
+    runs = how.numerics.recipe
+    return [
+        {"layer": n, "blocks": count, "runs": runs if not why else "high", "why": why}
+        for (n, why), count in found.items()
+    ]
 
 
 def quantise(model: Decoder, how: Quantising) -> None:

@@ -19,12 +19,13 @@ from bessemer.data import open_dataset, prepare
 from bessemer.keep.join import rendezvous
 from bessemer.keep.member import Member
 from bessemer.keep.vault_client import VaultClient
+from bessemer.models.quantise import choice
 from bessemer.ops import fallback_reason
 from bessemer.parallel.mesh import Mesh, build_mesh
 from bessemer.runtime.device import pick_device
 from bessemer.runtime.peaks import declared_peaks, ensure_peaks
 from bessemer.runtime.recorder import Recorder
-from bessemer.train.assembly import assemble
+from bessemer.train.assembly import assemble, quantising
 from bessemer.train.loop import Loop
 from bessemer.train.opened import keep_tokenizer
 
@@ -91,6 +92,8 @@ def run_rank(job: Job, member: Member) -> None:
         if mesh.rank == 0:
             why = fallback_reason()
             member.event("operators", path="reference" if why else "native", why=why)
+            if (how := quantising(job)) is not None:
+                member.event("precision", recipe=job.precision.recipe, layers=choice(spec, how))
             member.event("ready")
         loop.run()
 
