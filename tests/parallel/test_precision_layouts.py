@@ -19,6 +19,8 @@ FLIPPED = 2e-3
         *((recipe, {"dp": 2}) for recipe in RECIPES),
         *((recipe, {"pp": 2}) for recipe in ("fp8-delayed", "mxfp8")),
         *((recipe, {"pp": 2, "schedule": "zb-h1"}) for recipe in ("fp8-delayed", "fp8-block128")),
+        ("fp8-row", {"dp": 2, "precision": {"stochastic": True}}),
+        ("fp8-block128", {"pp": 2, "schedule": "zb-h1", "precision": {"stochastic": True}}),
     ],
     ids=str,
 )

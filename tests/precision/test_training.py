@@ -106,11 +106,12 @@ def _assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, b[name]), name
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("recipe", NAMES)
-def test_recomputing_changes_no_bit(recipe: str) -> None:
+def test_recomputing_changes_no_bit(recipe: str, stochastic: bool) -> None:
     states = []
     for train_fields in ({}, {"recompute": "full"}):
-        parts = toy_parts(job_of(recipe, train=train_fields))
+        parts = toy_parts(job_of(recipe, train=train_fields, precision={"stochastic": stochastic}))
         list(run_steps(parts, 0, 2))
         states.append(_state(parts))
     _assert_equal(*states)
@@ -127,6 +128,25 @@ def test_an_evaluation_and_a_share_done_again_change_nothing() -> None:
     for parts in (plain, busy):
         list(run_steps(parts, 1, 3))
     _assert_equal(_state(plain), _state(busy))
+
+
+def test_stochastic_rounding_draws_by_seed_step_and_micro_batch() -> None:
+    """The same draws for the same key only; without being asked for, none."""
+
+    def gradient(step: int, samples: list[int], *, seed: int = 1, stochastic: bool = True) -> Tensor:
+        parts = toy_parts(job_of("fp8-current", train={"seed": seed}, precision={"stochastic": stochastic}))
+        parts.module.load_state_dict(weights)
+        parts.step.passes.run(iter([toy_batch(samples)]), 1, step)
+        return parts.module.block(1).mlp.down.weight.grad
+
+    weights = toy_parts(job_of("fp8-current")).module.state_dict()
+    first = gradient(0, [0, 1])
+    assert torch.equal(first, gradient(0, [0, 1]))
+    nearest = gradient(0, [0, 1], stochastic=False)
+    for other in (gradient(1, [0, 1]), gradient(0, [0, 1], seed=2), nearest):
+        assert 0.01 < relative_error(first, other) < 0.2
+    mean = torch.stack([gradient(step, [0, 1]) for step in range(16)]).mean(0)
+    assert relative_error(mean, nearest) < relative_error(first, nearest)
 
 
 def test_the_history_is_that_of_the_job() -> None:

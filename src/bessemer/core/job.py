@@ -123,6 +123,7 @@ class PrecisionSection(Frozen):
     history: int | None = Field(default=None, gt=0, le=4096)  # fp8-delayed: steps whose amax counts; default 16
     amax: Literal["max", "most_recent"] | None = None  # fp8-delayed: which of the history scales; default the largest
     margin: int | None = Field(default=None, ge=0, le=16)  # fp8-delayed: 2^margin of room above it; default 0
+    stochastic: bool = False  # gradients are rounded up or down by chance, so that their mean is right
     high_first: int = Field(default=0, ge=0)  # of the blocks the first ones that a quantised recipe leaves alone
     high_last: int = Field(default=0, ge=0)  # the last ones
 

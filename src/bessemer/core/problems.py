@@ -14,7 +14,7 @@ from bessemer.core.units import counted
 
 __all__ = ["problems"]
 
-_DELAYED, _HIGH = ("history", "amax", "margin"), ("high_first", "high_last")
+_DELAYED, _QUANTISED = ("history", "amax", "margin"), ("high_first", "high_last", "stochastic")
 
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
@@ -70,11 +70,11 @@ def _recipe_fields(job: Job) -> Iterator[Problem]:
     if known is None:
         return
     rules = [(name, known.name == "fp8-delayed", 'precision.recipe = "fp8-delayed"') for name in _DELAYED]
-    rules += [(name, known.quantised, "a quantised recipe") for name in _HIGH]
+    rules += [(name, known.quantised, "a quantised recipe") for name in _QUANTISED]
     for name, used, instead in rules:
         value = getattr(section, name)
         if not used and value not in (None, 0):
-            shown = f'"{value}"' if isinstance(value, str) else value
+            shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
             what = f'{name} = {shown} has no effect with recipe = "{known.name}"'
             why = "it belongs to another recipe, and would be silently ignored"
             yield _problem("ignored-setting", f"precision.{name}", what, why=why, fix=f"delete it, or {instead}")

@@ -10,6 +10,7 @@ Legend: N logical tensors of the whole model with quantised products; three role
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -33,6 +34,7 @@ __all__ = [
     "choice",
     "held_amax",
     "histories",
+    "key_draws",
     "quantise",
     "refresh_amax",
     "start_amax",
@@ -117,6 +119,15 @@ def histories(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(logical tensor, its history [3, H], a view) of those held here."""
     for held in _quantised(model):
         yield from zip(held.names, held.history, strict=True)
+
+
+def key_draws(model: nn.Module, seed: int, step: int, tokens_BS: Tensor) -> None:
+    """Before the forward pass of a micro-batch. Its tokens name it, so that whoever runs it draws the same."""
+    found = [m for m in model.modules() if isinstance(m, Quantised) and m.numerics.stochastic]
+    if found:
+        name = zlib.crc32(tokens_BS.cpu().numpy().tobytes())
+        for held in found:
+            held.key = (seed, step, name)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bessemer.models.split import SequenceSplit
-from bessemer.precision import Numerics, QuantProducts, advance, reference_amax
+from bessemer.precision import Numerics, QuantProducts, advance, keyed_generator, reference_amax
 
 __all__ = ["Quantised"]
 
@@ -32,6 +32,9 @@ class Quantised(nn.Module):
         self.numerics, self.names, self.sizes = numerics, names, sizes
         self.past: Tensor | None = None
         self.known = False
+        self.key: tuple[int, ...] = ()
+        """What the draws of stochastic rounding depend on beside the name: seed, step, micro-batch."""
+        self._device = device
         if numerics.delayed:
             self.register_buffer("history", torch.zeros(len(names), 3, numerics.history, device=device))
             self.register_buffer("seen", torch.zeros(len(names), 3, device=device))
@@ -48,8 +51,12 @@ class Quantised(nn.Module):
         self.history.copy_(torch.stack([advance(h, s) for h, s in zip(self.history, seen, strict=True)]))
 
     def products(self, dtype: torch.dtype, ranks: SequenceSplit) -> QuantProducts:
-        """Of one call. Without gradients, as in an evaluation, nothing is noted."""
+        """Of one call. Without gradients, as in an evaluation, nothing is noted. Each of the ranks draws for itself
+        what its gradients are rounded by, in the call's own generator: so recomputing changes no draw."""
         noted = self.numerics.delayed and torch.is_grad_enabled()
+        generator = None
+        if self.numerics.stochastic and torch.is_grad_enabled() and self._device.type != "meta":
+            generator = keyed_generator(*self.key, self.names[0], ranks.rank, device=self._device)
         return QuantProducts(
             self.numerics,
             dtype,
@@ -57,5 +64,6 @@ class Quantised(nn.Module):
             self.past,
             self.known,
             seen=self.seen if noted else None,
+            generator=generator,
             reduce=None if ranks.degree == 1 else ranks.largest,
         )

@@ -106,6 +106,7 @@ class SequenceSplit:
     and tensor parallelism together."""
 
     degree: int = 1
+    rank: int = 0
 
     def largest(self, values: Tensor) -> Tensor:
         """The elementwise maximum over these ranks. Not differentiated; every one of them calls it alike."""

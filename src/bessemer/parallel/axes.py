@@ -58,7 +58,7 @@ def _experts(mesh: Mesh, kind: type[ExpertParallel]) -> ExpertSplit:
 
 def _sequence(mesh: Mesh) -> SequenceSplit:
     group = mesh.group("sequence")
-    return SequenceSplit() if group is None else SequenceRanks(group, mesh.size("sequence"))
+    return SequenceSplit() if group is None else SequenceRanks(group, mesh.size("sequence"), mesh.index("sequence"))
 
 
 def held_layers(job: Job, spec: ModelSpec, mesh: Mesh) -> tuple[int, ...]:

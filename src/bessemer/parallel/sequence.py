@@ -12,10 +12,10 @@ __all__ = ["SequenceRanks"]
 
 
 class SequenceRanks(SequenceSplit):
-    """`group` holds the `degree` ranks."""
+    """`group` holds the `degree` ranks, of which this one is number `rank`."""
 
-    def __init__(self, group: dist.ProcessGroup, degree: int) -> None:
-        self.degree, self._group = degree, group
+    def __init__(self, group: dist.ProcessGroup, degree: int, rank: int) -> None:
+        self.degree, self.rank, self._group = degree, rank, group
 
     def largest(self, values: Tensor) -> Tensor:
         """One all-reduce, on a copy."""

@@ -47,6 +47,7 @@ def quantising(job: Job) -> Quantising | None:
             choice=section.amax or found.choice,
             margin=section.margin or 0,
         )
+    found = replace(found, stochastic=found.stochastic or section.stochastic)
     return Quantising(found, section.high_first, section.high_last)
 
 

@@ -15,7 +15,7 @@ from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
 from bessemer.core.stages import stage_ranges
 from bessemer.models.moe import expert_load
-from bessemer.models.quantise import held_amax, start_amax
+from bessemer.models.quantise import held_amax, key_draws, start_amax
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
 from bessemer.parallel.pipeline import Pipeline
@@ -59,12 +59,16 @@ class Passes:
         self.mesh = mesh
         self.phases = Phases()
         self.amax_names = amax_names
+        self._step = 0
         self._job = job
         self._spec = spec
         self._parallel = parallel
         self._pipeline: Pipeline | None = None
+        self.stage, self.num_stages = 0, 1
+        """The pipeline stage of the latest forward pass, and how many there are."""
         if mesh.sizes["pp"] > 1:
             self._ranges = stage_ranges(spec, job.layout, job.data.seq_len)
+            self.num_stages = len(self._ranges)
             self._pipeline = pipeline(job, mesh)
             self._pipeline.phases = self.phases
 
@@ -73,9 +77,11 @@ class Passes:
         """Whether this rank holds the end of the model."""
         return self._pipeline is None or self._spec.num_layers - 1 in self.module.layers
 
-    def run(self, batches: Iterator[Batch], count: int) -> Contribution:
-        """Forward and backward of the next `count` micro-batches, whole units; local gradients add up in `.grad`."""
+    def run(self, batches: Iterator[Batch], count: int, step: int = 0) -> Contribution:
+        """Forward and backward of the next `count` micro-batches, whole units, of step `step` (from 0); local gradients
+        add up in `.grad`."""
         mine = Contribution()
+        self._step = step
         start_amax(self.module)
         each = 1 if self._pipeline is None else self._job.micro_batches
         for first in range(0, count, each):
@@ -94,11 +100,16 @@ class Passes:
 
     def _straight(self, mine: Contribution, batch: Batch) -> None:
         with self.phases("forward_s"):
+            self.key_draws(batch)
             loss_sum, weight_sum = self.module(**batch)
             mine.add(loss_sum, weight_sum)
             mine.add_load(expert_load(self.module))
         with self.phases("backward_s"):
             loss_sum.backward()
+
+    def key_draws(self, batch: Batch) -> None:
+        """What stochastic rounding draws in the passes of `batch` from now on."""
+        key_draws(self.module, self._job.train.seed, self._step, batch["tokens_BS"])
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
@@ -140,8 +151,10 @@ class _Unit:
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
         """The stream after `stage`, or the loss."""
         passes, layers = self._passes, self._passes._ranges[stage]
+        passes.stage = stage
         passes.phases.at(stage=stage, micro_batch=micro)
         with passes.phases("forward_s"):
+            passes.key_draws(self._batches[micro])
             out, weight_sum = passes.module(**self._batches[micro], layers=layers, stream_BSD=x)
         self._mine.add_load(expert_load(passes.module, layers))
         if layers.stop == passes._spec.num_layers:

@@ -106,7 +106,7 @@ class Step:
         """
         start = time.perf_counter()
         self.passes.phases.at(step=step + 1)
-        mine = self.passes.run(batches, count)
+        mine = self.passes.run(batches, count, step)
         with self.passes.phases("comm_s"):
             self.parallel.finish()
         return self._commit(step, mine, start, stop)
