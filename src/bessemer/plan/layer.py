@@ -13,6 +13,7 @@ import numpy as np
 from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
 from bessemer.plan.collectives import group_s
+from bessemer.plan.exchanges import ContextExchange, key_value_width, query_output_width, routed_bytes, stream_bytes
 from bessemer.plan.kernels import (
     Passes,
     Precision,
@@ -236,7 +237,7 @@ def _tp_exchange(at: _At, gathered: Any) -> _Exchange:
     """With sequence parallel a gather and a scatter forward, the same and one more gather backward (for the weight
     gradient); without it an all-reduce each way. All of it is exposed unless `tp_overlap`."""
     k, tokens, d, p, r, c = at.k, at.tokens, at.d, at.p, at.r, at.c
-    into, out = tokens * gathered * p.gather_bytes, tokens * d.hidden * p.compute_bytes
+    into, out = stream_bytes(tokens, gathered, p.gather_bytes), stream_bytes(tokens, d.hidden, p.compute_bytes)
     gather = group_s("all_gather", into, k.tp, r.domain, r, c)
     scatter = group_s("reduce_scatter", out, k.tp, r.domain, r, c)
     reduce = group_s("all_reduce", out, k.tp, r.domain, r, c)
@@ -248,17 +249,23 @@ def _tp_exchange(at: _At, gathered: Any) -> _Exchange:
 
 
 def _cp_exchange(at: _At) -> _Exchange:
-    """Ring: cp - 1 blocks of keys and values, twice as much backward, under the attention core. All-gather: the same
-    bytes at once. Ulysses: four all-to-alls each way."""
-    k, tokens, d, p, r, c = at.k, at.tokens, at.d, at.p, at.r, at.c
-    heads = np.minimum(k.tp, d.kv_heads)
-    kv = tokens * d.kv_heads * (d.qk_dim + d.v_dim) / heads
-    kv = kv * p.compute_bytes
-    qo = tokens * d.heads * (d.qk_dim + d.v_dim) / k.tp * p.compute_bytes
+    """Ring: cp - 1 blocks of keys and values, twice as much backward, under the attention core: a ring gathers and
+    scatters so. All-gather: the same bytes at once. Ulysses: four all-to-alls each way. Gradients are added up in the
+    compute type."""
+    k, d, p, r, c = at.k, at.d, at.p, at.r, at.c
+    key_value = at.tokens * key_value_width(d.kv_heads, d.qk_dim, d.v_dim, k.tp)
+    query_output = at.tokens * query_output_width(d.heads, d.qk_dim, d.v_dim, k.tp)
+    size = ContextExchange(
+        ranks=k.cp,
+        query_output=query_output,
+        key_value=key_value,
+        element_bytes=p.compute_bytes,
+        gradient_bytes=p.compute_bytes,
+    )
     local = np.maximum(r.domain // k.tp, 1)
-    gather = group_s("all_gather", kv * k.cp, k.cp, local, r, c)
-    scatter = group_s("reduce_scatter", kv * k.cp, k.cp, local, r, c)
-    swap = group_s("alltoall", kv + qo, k.cp, local, r, c)
+    gather = group_s("all_gather", size.gathered, k.cp, local, r, c)
+    scatter = group_s("reduce_scatter", size.scattered, k.cp, local, r, c)
+    swap = group_s("alltoall", size.swapped, k.cp, local, r, c)
     share = np.where(k.cp_kind == CP_KINDS.index("ring"), c.x_cp + np.maximum(1 - c.x_cp, 0) * c.slow * r.engine, 1.0)
     ulysses = k.cp_kind == CP_KINDS.index("ulysses")
     return _Exchange(np.where(ulysses, swap, gather) * share, np.where(ulysses, swap, gather + scatter) * share)
@@ -311,11 +318,10 @@ def _ep_exchange(at: _At, own: Any) -> _Exchange:
     spread = hosts * (1 - (1 - 1 / hosts) ** d.top_k)
     limit = np.where(np.asarray(d.top_groups) > 0, d.top_groups, spread)
     copies = np.where(hosts > 1, np.minimum(np.minimum(spread, limit), d.top_k), d.top_k)
-    rows = own * copies * d.hidden * w.imbalance
-    inside = own * d.top_k * d.hidden * w.imbalance
-    dispatch = group_s("alltoall", rows * w.dispatch_bytes, k.ep, local, r, c)
-    combine = group_s("alltoall", rows * p.compute_bytes, k.ep, local, r, c)
-    gathered = inside * k.etp * p.compute_bytes
+    sent = own * w.imbalance
+    dispatch = group_s("alltoall", routed_bytes(sent, copies, d.hidden, w.dispatch_bytes), k.ep, local, r, c)
+    combine = group_s("alltoall", routed_bytes(sent, copies, d.hidden, p.compute_bytes), k.ep, local, r, c)
+    gathered = routed_bytes(sent, d.top_k * k.etp, d.hidden, p.compute_bytes)
     around = group_s("all_gather", gathered, k.etp, r.domain, r, c)
     around = around + group_s("reduce_scatter", gathered, k.etp, r.domain, r, c)
     one_way = (dispatch + combine) * np.where(hosts > 1, c.x_ep_wire, c.x_ep) + around

@@ -12,6 +12,7 @@ import numpy as np
 
 from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.collectives import group_s, p2p_s
+from bessemer.plan.exchanges import stream_bytes
 from bessemer.plan.kernels import cross_entropy_s, gemm_s, optimizer_s
 from bessemer.plan.layer import CATEGORIES, Keys, LayerCost, layer_cost, precision_of
 from bessemer.plan.memory import StageParams, layer_activations, stage_kinds, stage_params
@@ -122,7 +123,7 @@ def pipeline_s(case: Case, rank: Slowest) -> tuple[Any, Any]:
     lay, c = case.layouts, case.constants
     passes = (rank.forward * rank.others, rank.inputs * rank.others, rank.weights * rank.others)
     bubble = c.bubble * bubble_s(lay.schedule, lay.pp, lay.virtual_stages, *passes)
-    size = case.tokens * case.dims.hidden * 2.0 / lay.tp
+    size = stream_bytes(case.tokens, case.dims.hidden, 2.0, lay.tp)
     one = p2p_s(size, lay.world_size <= case.rates.domain, case.rates, c)
     sent = c.x_pp * 2 * one * case.num_micro * np.maximum(lay.virtual_stages, 1) + 2 * (lay.pp - 1) * one
     return bubble, np.where(lay.pp > 1, sent, 0.0)
@@ -197,7 +198,7 @@ def _ends(case: Case) -> tuple[Any, Any]:
     head = gemm_s(tokens, d.vocab / lay.tp, d.hidden, p, r, c, wide=True) + c.gap_s
     head[2] *= 1 - np.asarray(w.frozen)
     loss = cross_entropy_s(tokens, d.vocab / lay.tp, r, c)
-    reduce = group_s("all_gather", tokens * d.hidden * p.compute_bytes, lay.tp, r.domain, r, c)
+    reduce = group_s("all_gather", stream_bytes(tokens, d.hidden, p.compute_bytes), lay.tp, r.domain, r, c)
     head = head + np.stack([loss / 2 + reduce, loss / 2 + reduce, 0 * loss])
     return embedding, head * (1 + d.mtp_layers)
 

@@ -1,0 +1,306 @@
+"""What a rank of Bessemer's own trainer exchanges in one step, in closed form: bytes by group of ranks and operation.
+
+    traffic(spec, job)["tensor"]["all_reduce"]
+
+Groups and operations are named, and bytes counted, as `bessemer.comm.collectives` counts them in a run: full buffers,
+and of messages both what is sent and what is received. T tokens of a micro-batch on a context-parallel rank, m
+micro-batches of a rank in a step, D hidden size, X experts, n ranks of the group, c bytes of the compute type; the
+stream, masters, gradients and their sums are float32.
+
+    tensor       into a product of width w:  - forward, sum of T w c backward; with sequence parallelism (SP) a gather
+                 forward and a scatter backward of as much.  Out of one: sum of T D c, -; with SP scatter, gather.
+                 In: q k v (latent attention: its latents and shared key), feed-forward parts, each head with its loss.
+                 Out: attention, feed-forward parts, and the embedding in float32.  Each loss gathers 12 T n bytes.
+                 Around experts without SP: a gather of T D c each way.  Once a step: gradients of weights that every
+                 rank holds whole but sees through its own tokens or heads (`heads`: of shared key/value heads)
+    context      `exchanges.ContextExchange` a layer
+    pipeline     T D 4 bytes (SP: a part of it) to and from each stage that follows or precedes one of the rank's, if it
+                 lies on another rank.  `ends`: the gradient of an embedding that both ends hold, once a step
+    experts      8 etp X bytes of counts, and etp rows of D c for each choice of each own token: four times (dispatch,
+                 combine, backward).  `sequence`: 4 X bytes for each run of tokens whose balance counts, of a layer
+    data         gradients: sums of 4 bytes an element; with FSDP gathers and scatters of them, rows filled up to equal
+                 shares (`expert_data`: experts; `replica`: the same between copies of the model, of what is sharded the
+                 rank's share)
+    block, world the squared norm; loss, tokens and loads of experts, then the times of phases
+
+Exact on every rank, but where ranks take uneven parts: of the rows that experts get, and of gradients of weights that
+FSDP cuts unevenly, it is the mean, exact in the sum over ranks. What is made again in the backward pass, Muon's whole
+matrices and the amaxes of quantised recipes are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from bessemer.core.held import HeldLayers, layers_by_stage
+from bessemer.core.job import Job
+from bessemer.core.model import ModelSpec
+from bessemer.core.recipes import RECIPES
+from bessemer.core.schedules import SCHEDULES, rank_of_stage
+from bessemer.plan.exchanges import (
+    ContextExchange,
+    key_value_width,
+    query_output_width,
+    routed_bytes,
+    stream_bytes,
+)
+from bessemer.plan.parameters import Parameter, rank_parameters
+
+__all__ = ["traffic"]
+
+WIDE = 4
+"""Bytes of an element of the stream between blocks, of masters, gradients and sums of them."""
+COUNT = 8
+"""Bytes of a number of rows, or of a sum that decides something (int64, float64)."""
+LOSS_NUMBERS = 3
+"""What a rank tells the others of each token's logits."""
+
+Entry = tuple[str, str, float]
+"""Group, operation, bytes."""
+
+
+def traffic(spec: ModelSpec, job: Job, rank: int = 0) -> dict[str, dict[str, float]]:
+    """Bytes of a step of `train.global_batch` sequences on rank `rank`; groups of one rank are absent.
+
+    ValueError for a job with exchanges that the formulas leave out.
+    """
+    left_out = _left_out(job)
+    if left_out:
+        raise ValueError(f"there is no closed form of what {left_out} exchanges")
+    step = _Rank(spec, job, rank)
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for part in (_tensor, _context, _pipeline, _experts, _gradients, _partial_gradients, _commit):
+        for group, operation, size in part(step):
+            if size and step.sizes[group] > 1:
+                found[group][operation] += size
+    return {group: dict(operations) for group, operations in found.items()}
+
+
+def _left_out(job: Job) -> str:
+    if job.train.recompute != "none":
+        return f'train.recompute = "{job.train.recompute}"'
+    if job.train.optimizer != "adamw":
+        return f'train.optimizer = "{job.train.optimizer}"'
+    if RECIPES[job.precision.recipe].quantised:
+        return f'precision.recipe = "{job.precision.recipe}"'
+    return ""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank, and what passes through it."""
+
+    spec: ModelSpec
+    job: Job
+    rank: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """On the pipeline and on the tensor axis."""
+        layout = self.job.layout
+        return self.rank // (self.job.shard * layout.cp * layout.tp) % layout.pp, self.rank % layout.tp
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Ranks of each group, as `bessemer.parallel.mesh` makes them."""
+        layout, spec, replicas = self.job.layout, self.spec, self.job.replicas
+        stage = self.job.shard * layout.cp * layout.tp
+        experts = layout.ep * layout.etp
+        ends_apart = layout.pp > 1 and SCHEDULES[layout.schedule].shape == "loop"
+        at_end = ends_apart and self.place[0] in (0, layout.pp - 1)
+        return {
+            "tensor": layout.tp,
+            "heads": max(layout.tp // spec.num_kv_heads, 1) if spec.mla is None else 1,
+            "context": layout.cp,
+            "sequence": layout.cp * layout.tp,
+            "pipeline": layout.pp,
+            "ends": 2 if at_end and (spec.tied_embeddings or spec.mtp_layers > 0) else 1,
+            "experts": experts,
+            "data": self.job.shard * layout.cp,
+            "expert_data": stage // experts,
+            "replica": replicas,
+            "block": stage * layout.pp,
+            "world": layout.world_size,
+        }
+
+    @cached_property
+    def stages(self) -> dict[int, range]:
+        """The layers of each of the rank's pipeline stages."""
+        return layers_by_stage(self.spec, self.job.layout, self.job.data.seq_len)[self.place[0]]
+
+    @property
+    def predictions(self) -> int:
+        """Modules of multi-token prediction here."""
+        ends = any(layers.stop == self.spec.num_layers for layers in self.stages.values())
+        return self.spec.mtp_layers if ends else 0
+
+    @cached_property
+    def blocks(self) -> HeldLayers:
+        """What a micro-batch passes here; the block of a prediction module is like the last layer's."""
+        layers = [layer for own in self.stages.values() for layer in own]
+        return HeldLayers.of(self.spec, [*layers, *[self.spec.num_layers - 1] * self.predictions])
+
+    @cached_property
+    def parameters(self) -> list[Parameter]:
+        layers = [layer for own in self.stages.values() for layer in own]
+        return rank_parameters(self.spec, self.job.layout, layers)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP divides the state."""
+        return self.job.layout.dp_shard != "none" and self.sizes["data"] > 1
+
+    @property
+    def num_micro(self) -> int:
+        return self.job.train.global_batch // (self.job.train.micro_batch * self.job.layout.dp)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a context-parallel rank."""
+        return self.job.train.micro_batch * self.job.data.seq_len // self.job.layout.cp
+
+    @property
+    def element_bytes(self) -> int:
+        """Of the compute type."""
+        return 4 if RECIPES[self.job.precision.recipe].compute == "fp32" else 2
+
+
+def _tensor(at: _Rank) -> Iterator[Entry]:
+    """All that one micro-batch needs, times the micro-batches."""
+    spec, blocks, T, ranks = at.spec, at.blocks, at.tokens, at.sizes["tensor"]
+    hidden, moe, mla = spec.hidden_size, spec.moe, spec.mla
+    losses = (1 + at.predictions) * blocks.ends
+    attentions = blocks.dense + blocks.moe
+    feed_forwards = blocks.dense + (blocks.moe if moe is not None and moe.shared_ffn_size else 0)
+    attention = hidden
+    if mla is not None:
+        queries = hidden if mla.q_lora_rank is None else mla.q_lora_rank
+        attention = queries + mla.kv_lora_rank + mla.qk_rope_head_dim
+    into = stream_bytes(T, attentions * attention + (feed_forwards + losses) * hidden, at.element_bytes)
+    out_of = stream_bytes(T, (attentions + feed_forwards) * hidden, at.element_bytes)
+    out_of += stream_bytes(T, (blocks.begins + at.predictions) * hidden, WIDE)
+    statistics = losses * stream_bytes(T, LOSS_NUMBERS * ranks, WIDE)
+    gathered = statistics
+    if at.job.layout.sequence_parallel:
+        gathered += into + out_of
+        yield "tensor", "reduce_scatter", at.num_micro * (into + out_of)
+    else:
+        gathered += 2 * blocks.moe * stream_bytes(T, hidden, at.element_bytes)
+        yield "tensor", "all_reduce", at.num_micro * (into + out_of)
+    yield "tensor", "all_gather", at.num_micro * gathered
+
+
+def _context(at: _Rank) -> Iterator[Entry]:
+    spec, layout, mla = at.spec, at.job.layout, at.spec.mla
+    kv_heads = spec.num_kv_heads if mla is None else spec.num_heads
+    value_dim = spec.head_dim if mla is None else mla.v_head_dim
+    key_dim = max(spec.head_dim, value_dim)
+    own_heads = max(kv_heads // layout.tp, 1)
+    size = ContextExchange(
+        ranks=layout.cp,
+        query_output=at.tokens * query_output_width(spec.num_heads, key_dim, value_dim, layout.tp),
+        key_value=at.tokens * key_value_width(kv_heads, key_dim, value_dim, layout.tp),
+        element_bytes=at.element_bytes,
+        gradient_bytes=WIDE,
+        repeats=layout.cp // math.gcd(own_heads, layout.cp),
+    )
+    times = at.num_micro * (at.blocks.dense + at.blocks.moe)
+    if layout.cp_kind == "ring":
+        for operation in ("send", "recv"):
+            yield "context", operation, times * (size.hops + size.hops_back)
+    elif layout.cp_kind == "allgather":
+        yield "context", "all_gather", times * 2 * size.gathered
+        yield "context", "reduce_scatter", times * size.scattered
+    else:
+        yield "context", "all_to_all", times * 2 * size.swapped
+
+
+def _pipeline(at: _Rank) -> Iterator[Entry]:
+    """Each message forward is answered by one of the same size, so as much is sent as received."""
+    layout, kind = at.job.layout, SCHEDULES[at.job.layout.schedule]
+    if layout.pp == 1:
+        return
+    num_stages = layout.pp * len(at.stages)
+    around = [other for stage in at.stages for other in (stage - 1, stage + 1) if 0 <= other < num_stages]
+    elsewhere = sum(rank_of_stage(kind, layout.pp, stage, 0, at.num_micro) != at.place[0] for stage in around)
+    message = stream_bytes(at.tokens, at.spec.hidden_size, WIDE, layout.tp if layout.sequence_parallel else 1)
+    for operation in ("send", "recv"):
+        yield "pipeline", operation, at.num_micro * elsewhere * message
+
+
+def _experts(at: _Rank) -> Iterator[Entry]:
+    moe, layout = at.spec.moe, at.job.layout
+    if moe is None:
+        return
+    times = at.num_micro * at.blocks.moe
+    tokens, copies = at.tokens // layout.tp, moe.top_k * layout.etp
+    rows = routed_bytes(tokens, copies, at.spec.hidden_size, at.element_bytes)
+    yield "experts", "all_to_all", times * (COUNT * layout.etp * moe.num_experts + 4 * rows)
+    if moe.aux_loss_coef:
+        runs = at.job.train.micro_batch if moe.aux_loss_per_sequence else 1
+        yield "sequence", "all_reduce", times * WIDE * runs * moe.num_experts
+
+
+def _gradients(at: _Rank) -> Iterator[Entry]:
+    """Sums of gradients over the ranks that see other tokens, inside a copy of the model and between copies."""
+    for group, kinds in (("expert_data", ("expert",)), ("data", ("divided", "whole", "partial", "untrained"))):
+        own = [p for p in at.parameters if p.kind in kinds]
+        if at.sharded and at.sizes[group] > 1:
+            yield from _sharded(at, own, group)
+        else:
+            size = WIDE * sum(p.elements for p in own if p.kind != "untrained")
+            yield group, "all_reduce", size
+            yield "replica", "all_reduce", size
+
+
+def _sharded(at: _Rank, own: list[Parameter], group: str) -> Iterator[Entry]:
+    """FSDP. Parameters are gathered once a step, or with "full" for each pass of what holds them: a block's for each
+    micro-batch, forward and backward, those around the blocks (embedding, norm, head) for each stage of the rank too.
+    Gradients are scattered once a step, but with "gradient" and "full" for each micro-batch; in a pipeline once."""
+    job, ranks = at.job, at.sizes[group]
+    staged, kind = job.layout.pp > 1, job.layout.dp_shard
+    scatters = 1 if staged or kind == "optimizer" else at.num_micro
+    for p in own:
+        size = WIDE * _filled_up(p, ranks)
+        inside = p.name.startswith(("blocks.", "mtp."))
+        passes = 2 * at.num_micro * (1 if inside else len(at.stages)) if kind == "full" else 1
+        yield group, "all_gather", passes * size
+        if p.kind != "untrained":
+            yield group, "reduce_scatter", scatters * size
+            yield "replica", "all_reduce", size / ranks
+
+
+def _filled_up(p: Parameter, ranks: int) -> int:
+    """Elements of a parameter whose rows are filled up so that all ranks get as many. Stacks of experts that don't come
+    out even are cut inside of the experts where that does."""
+    if p.kind == "expert" and p.shape[0] % ranks and p.shape[1] % ranks == 0:
+        return p.elements
+    return -(-p.shape[0] // ranks) * ranks * p.row_elements
+
+
+def _partial_gradients(at: _Rank) -> Iterator[Entry]:
+    """Sums of gradients of what several ranks of a replica hold (`parallel/copies.py`)."""
+    layout, sharing = at.job.layout, at.sizes["data"] if at.sharded else 1
+    whole = ("whole", "partial") if layout.sequence_parallel else ("partial",)
+    own = sum(p.elements for p in at.parameters if p.kind in whole)
+    yield "tensor", "all_reduce", WIDE * own / sharing
+    shared = sum(p.shared_rows * p.row_elements for p in at.parameters)
+    yield "tensor" if at.sizes["heads"] == layout.tp else "heads", "all_reduce", WIDE * shared / sharing
+    rows = math.ceil(at.spec.vocab_size / layout.tp)
+    known = min(max(at.spec.vocab_size - at.place[1] * rows, 0), rows)
+    yield "ends", "all_reduce", WIDE * known * at.spec.hidden_size / sharing
+
+
+def _commit(at: _Rank) -> Iterator[Entry]:
+    """The squared norm, and the largest of the replicas'; loss, weight, whether to stop and the experts' loads; seconds
+    of five phases twice."""
+    spec = at.spec
+    moe_layers = HeldLayers.of(spec, [*range(spec.num_layers), *[spec.num_layers - 1] * spec.mtp_layers]).moe
+    loads = moe_layers * (spec.moe.num_experts if spec.moe is not None else 0)
+    yield "block", "all_reduce", COUNT
+    yield "replica", "all_reduce", COUNT
+    yield "world", "all_reduce", COUNT * (3 + loads) + 2 * 5 * COUNT
