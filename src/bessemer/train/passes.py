@@ -82,7 +82,8 @@ class Passes:
         add up in `.grad`."""
         mine = Contribution()
         self._step = step
-        start_amax(self.module)
+        if self.amax_names:
+            start_amax(self.module)
         each = 1 if self._pipeline is None else self._job.micro_batches
         for first in range(0, count, each):
             with self.phases("data_s"):
@@ -109,7 +110,8 @@ class Passes:
 
     def key_draws(self, batch: Batch) -> None:
         """What stochastic rounding draws in the passes of `batch` from now on."""
-        key_draws(self.module, self._job.train.seed, self._step, batch["tokens_BS"])
+        if self._job.precision.stochastic:
+            key_draws(self.module, self._job.train.seed, self._step, batch["tokens_BS"])
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
