@@ -22,10 +22,10 @@ from train.toy import SEQ, VOCAB, run_steps, toy_batch, toy_parts
 from bessemer.core.recipes import RECIPES
 from bessemer.models.canonical import pieces
 from bessemer.models.parts import Projection
-from bessemer.models.quantise import histories
+from bessemer.models.quantise import choice, histories
 from bessemer.precision import Scheme, quantise
 from bessemer.precision.outliers import relative_error
-from bessemer.train.assembly import Assembly
+from bessemer.train.assembly import Assembly, quantising
 
 NAMES = [n for n, r in RECIPES.items() if r.quantised and r.runnable]
 WIDE = {"model": FAMILIES["llama"] | {"vocab_size": 257}}
@@ -87,6 +87,14 @@ def test_the_rest_stays_high() -> None:
     )
     found = {n for n, m in parts.module.named_modules() if isinstance(m, Projection) and m.quantised is not None}
     assert found == {f"blocks.1.{name}" for name in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")}
+    said = choice(parts.spec, quantising(parts.job))
+    assert [(s["layer"], s["blocks"]) for s in said if s["runs"] == "fp8-current"] == [
+        (name, 1) for name in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
+    ]
+    assert {s["why"] for s in said if s["layer"] == "mlp.down"} == {
+        "", "precision.high_first = 1", "precision.high_last = 2"
+    }  # fmt: skip
+    assert [s["why"] for s in said if s["layer"] == "head"] == ["it is outside of the blocks"]
 
 
 def test_small_matrices_stay_high_under_recipes_with_large_blocks() -> None:

@@ -61,15 +61,16 @@ def why_kept(spec: ModelSpec, how: Quantising) -> dict[tuple[int, str], str]:
     last = spec.num_layers - 1
     for row in layer_table(spec, Layout(), how.numerics.recipe, micro_batch=1, seq_len=_TOKENS):
         for layer in row.layers:
-            why = row.plan.kept
-            if row.experts and not why:
-                why = "the trainer runs routed experts without quantising"
-            if min(layer, last) < how.high_first:
-                why = f"it is in the first {how.high_first} blocks (precision.high_first)"
-            elif min(layer, last) > last - how.high_last:
-                why = f"it is in the last {how.high_last} blocks (precision.high_last)"
-            found[layer, row.name] = why
+            found[layer, row.name] = row.plan.kept or _asked_high(min(layer, last), last, how, row.experts > 0)
     return found
+
+
+def _asked_high(layer: int, last: int, how: Quantising, experts: bool) -> str:
+    if experts:
+        return "the trainer runs routed experts without quantising"
+    if layer < how.high_first:
+        return f"precision.high_first = {how.high_first}"
+    return f"precision.high_last = {how.high_last}" if layer > last - how.high_last else ""
 
 
 def choice(spec: ModelSpec, how: Quantising) -> list[dict[str, str | int]]:
