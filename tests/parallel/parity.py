@@ -28,20 +28,30 @@ Slices = list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]
 Sabotage = Callable[[], None]
 
 SEEDS = {
-    ("mixtral", 2): 15,
-    ("mixtral", 4): 17,
-    ("deepseek_v3", 2): 3,
-    ("deepseek_v3", 4): 173,
+    ("mixtral", 2): 5,
+    ("mixtral", 4): 47,
+    ("deepseek_v3", 2): 2,
+    ("deepseek_v3", 4): 157,
 }
 """Of the models with experts, by layers, a seed under which no token of the reference run is near a tie."""
 MARGIN = 1e-4
 
 
+class Disagreement(AssertionError):
+    """Ranks that must hold or report the same don't."""
+
+
+def disagreed(same: bool, what: str) -> None:
+    if not same:
+        raise Disagreement(what)
+
+
 def job_of(family: str = "llama", *, layers: int = 2, model: dict[str, Any] | None = None, **layout: Any) -> Job:
-    """The parity job of a toy family under a layout; `replicas`, `optimizer`, `recompute`,
+    """The parity job of a toy family under a layout; `replicas`, `unit`, `optimizer`, `recompute`,
     `compile` and `seed` may be named beside the degrees."""
-    keep = {"replicas": layout.pop("replicas")} if "replicas" in layout else {}
+    keep = {name: layout.pop(name) for name in ("replicas", "unit") if name in layout}
     train: dict[str, Any] = {"global_batch": 16, "clip": 0.5, "seed": SEEDS.get((family, layers), 1234)}
+    train["eps"] = 1e-3  # at Adam's usual 1e-8 a gradient of almost nothing would show its rounding as a whole update
     for name in ("optimizer", "recompute", "compile", "seed"):
         if name in layout:
             train[name] = layout.pop(name)
@@ -91,7 +101,7 @@ def whole(parts: list[Slices]) -> dict[str, np.ndarray]:
             tensor = tensors.setdefault(name, np.zeros(shape, np.float32))
             mask = filled.setdefault(name, np.zeros(shape, bool))
             at = tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))
-            assert (tensor[at][mask[at]] == block[mask[at]]).all(), f"copies differ in {name}"
+            disagreed(bool((tensor[at][mask[at]] == block[mask[at]]).all()), f"copies differ in {name}")
             tensor[at], mask[at] = block, True
     assert all(mask.all() for mask in filled.values()), "some elements belong to no rank"
     return tensors
@@ -110,10 +120,10 @@ def deviations(job: Job, sabotage: Sabotage | None = None) -> dict[str, float]:
     world = job.layout.world_size
     ranks = run_ranks(world, record, job, sabotage, timeout_s=100)
     same = all(r["losses"] == ranks[0]["losses"] and r["norms"] == ranks[0]["norms"] for r in ranks)
-    assert same, "ranks differ in the losses or norms they report"
+    disagreed(same, "ranks differ in the losses or norms they report")
     if sabotage is None:
-        assert all(r["experts"] == reference["experts"] for r in ranks), "the experts' load differs"
-        assert all(r["weights"] == reference["weights"] for r in ranks), "the number of counted tokens differs"
+        disagreed(all(r["experts"] == reference["experts"] for r in ranks), "the experts' load differs")
+        disagreed(all(r["weights"] == reference["weights"] for r in ranks), "the number of counted tokens differs")
     expected, found = whole([reference["gradients"]]), whole([r["gradients"] for r in ranks])
     assert expected.keys() == found.keys()
     norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in expected.values()))
@@ -137,15 +147,13 @@ def holds(found: dict[str, float]) -> None:
     assert found["loss"] <= 1, found
     assert found["gradient"] <= 1, found
     assert found["norm"] <= 1, found
-    # Adam divides by the gradient's own size, so a tiny gradient's rounding shows whole: half a percent of lr
-    assert found["parameters"] <= 5e-5, found
+    assert found["parameters"] <= 2e-6, found  # after three updates with lr 0.01
 
 
 def breaks(job: Job, sabotage: Sabotage) -> None:
     """With one reduction left out or wrongly scaled, the check above must fail, and not by a little."""
     try:
         found = deviations(job, sabotage)
-    except AssertionError as error:
-        assert "differ" in str(error), error
+    except Disagreement:
         return
-    assert max(found["loss"], found["gradient"], found["norm"]) > 10, found
+    assert max(found["loss"], found["gradient"], found["norm"], found["parameters"] / 2e-6) > 10, found

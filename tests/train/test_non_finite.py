@@ -61,16 +61,24 @@ def test_the_guilty_rank_and_its_first_bad_tensor_are_named_everywhere(
         assert found["changed"] == expected, "something was updated"
 
 
+V, INTERLEAVED = {"schedule": "zb-v"}, {"virtual_stages": 2}
+
+
 @pytest.mark.parametrize(
-    ("fault", "named", "guilty"),
+    ("layers", "schedule", "fault", "named", "guilty"),
     [
-        ("parameter", "parameter blocks.1.mlp.down.weight", 1),
-        ("activation", "output of blocks.1", 1),
-        ("gradient", "gradient of blocks.0.attn.o.weight", 0),
+        (2, {}, "parameter", "parameter blocks.1.mlp.down.weight", 1),
+        (2, {}, "activation", "output of blocks.1", 1),
+        (2, {}, "gradient", "gradient of blocks.0.attn.o.weight", 0),
+        (4, V, "activation", "output of blocks.1", 1),  # the last stage, which has it by then, is rank 0's
+        (4, INTERLEAVED, "activation", "output of blocks.1", 1),
     ],
 )
-def test_the_guilty_stage_of_a_pipeline_is_named_everywhere(fault: str, named: str, guilty: int) -> None:
-    job = toy_job(layout={"pp": 2}, train={"global_batch": 8})
+def test_the_guilty_stage_of_a_pipeline_is_named_everywhere(
+    layers: int, schedule: dict[str, Any], fault: str, named: str, guilty: int
+) -> None:
+    model = {"num_hidden_layers": layers}
+    job = toy_job(model=model, layout={"pp": 2, **schedule}, train={"global_batch": 8})
     for found in run_ranks(2, step_with_a_fault, job, guilty, fault):
         assert named in found["text"], found
         assert (found["rank"], found["step"]) == (guilty, 3)

@@ -99,7 +99,25 @@ class MixtureOfExperts(nn.Module):
 
 def _sorted_rows(x_BSD: Tensor, order: Tensor, top_k: int) -> Tensor:
     """The row of each choice of an expert, [T K, D], in the order of the experts."""
-    return x_BSD.flatten(0, 1).index_select(0, order // top_k)
+    return _Chosen.apply(x_BSD.flatten(0, 1), order, top_k)  # type: ignore[no-any-return]
+
+
+class _Chosen(torch.autograd.Function):
+    """Rows T, each as often as it chose. Gradients of one row are summed in the order of its choices: that of
+    `index_select` would add them as they come, on a GPU in another order each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return x_TD.index_select(0, order // top_k)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        [order] = ctx.saved_tensors
+        by_choice = torch.empty_like(grad).index_copy_(0, order, grad)
+        return by_choice.unflatten(0, (-1, ctx.top_k)).sum(1), None, None
 
 
 def held_routers(model: nn.Module, layers: range | None = None) -> list[tuple[int, Router]]:

@@ -113,9 +113,11 @@ def squared_norm(module: nn.Module, gradients: Mapping[str, Tensor], mesh: Mesh)
         by_copies.setdefault(copies, []).append(block.tensor)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for copies, tensors in by_copies.items():
-        total += torch.stack(torch._foreach_norm(tensors)).double().square().sum() / copies
+        total += torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum() / copies
     if mesh.group("block") is not None:
         comm.all_reduce(total, group=mesh.group("block"))
+    if mesh.group("replica") is not None:  # whatever order each replica summed in
+        comm.all_reduce(total, op=dist.ReduceOp.MAX, group=mesh.group("replica"))
     return total
 
 

@@ -84,9 +84,8 @@ class Replicated:
 
     def before_backward(self, *, last: bool) -> None:
         self._armed = last
-        if last:
-            for bucket in self._buckets:
-                bucket.reset()
+        for bucket in self._buckets:
+            bucket.reset()  # which also lets go of the gradients of the step before
 
     def done(self, params: Iterable[nn.Parameter]) -> None:
         """The step's local gradients of these parameters are complete."""
@@ -194,13 +193,19 @@ def _expert_dim(stack: nn.Parameter, *, ranks: int) -> Shard:
 
 
 def _gather_ahead(module: nn.Module) -> None:
-    """Each block's parameters are on their way while the block before it computes, forward and backward; not across
-    the ends of a pipeline stage, where the next pass of this rank may be another stage's."""
+    """Each block's parameters, its experts' too, are on their way while the block before it computes, forward and
+    backward; not across the ends of a pipeline stage, where the next pass of this rank may be another stage's."""
     layers: tuple[int, ...] = module.layers  # type: ignore[assignment]
     for before, after in itertools.pairwise(layers):
         if after == before + 1:
-            module.block(before).set_modules_to_forward_prefetch([module.block(after)])
-            module.block(after).set_modules_to_backward_prefetch([module.block(before)])
+            first, second = module.block(before), module.block(after)
+            first.set_modules_to_forward_prefetch(_units(second))
+            second.set_modules_to_backward_prefetch(_units(first)[::-1])
+
+
+def _units(block: nn.Module) -> list[FSDPModule]:
+    """What FSDP2 gathers apart of a block: itself, and its experts where they have a mesh of their own."""
+    return [part for part in block.modules() if isinstance(part, FSDPModule)]
 
 
 class _Gather(DefaultAllGather):

@@ -203,7 +203,8 @@ def _tensor(layout: Layout, spec: ModelSpec) -> Iterator[Problem]:
     if spec.mla is None and kv % tp and tp % kv:
         why = "a rank needs whole heads, or a head whole ranks"
         yield _problem("tp-kv-heads", "tp", f"tp = {tp} cannot share {kv} key/value heads", why=why, fix=fix)
-    widths = [("ffn_size", spec.ffn_size)]
+    dense = any(not spec.is_moe_layer(layer) for layer in range(spec.num_layers))
+    widths = [("ffn_size", spec.ffn_size)] if dense else []
     if spec.moe is not None and spec.moe.shared_ffn_size:
         widths.append(("shared_ffn_size", spec.moe.shared_ffn_size))
     for name, width in widths:

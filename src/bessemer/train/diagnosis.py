@@ -74,16 +74,16 @@ def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
 
 def _first_bad_output(passes: Passes, batch: Batch) -> tuple[int, str] | None:
     """Run `batch` forward again; (how many submodules of the model were done before, name) of the first one, in order
-    of completion, with a non-finite output. The stages of a pipeline before this one count as done."""
+    of completion, with a non-finite output. The stages of a pipeline before its own count as done."""
     found: list[tuple[int, str]] = []
-    done = passes.mesh.at("pp") * (_LATEST // passes.mesh.sizes["pp"])
+    done, stage_size = 0, _LATEST // passes.num_stages
 
     def watch(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
             nonlocal done
             tensors = output if isinstance(output, tuple) else (output,)
             if not found and any(isinstance(t, torch.Tensor) and not bool(torch.isfinite(t).all()) for t in tensors):
-                found.append((done, name))
+                found.append((passes.stage * stage_size + done, name))
             done += 1
 
         return hook

@@ -173,7 +173,9 @@ class Optimizer:
         """Tell AdamW's bias correction how many updates its moments have seen."""
         for name, (optimizer, keys) in self._kinds.items():
             if keys is ADAMW_MOMENTS:
-                optimizer.state[self.params[name]]["step"] = torch.tensor(float(steps))
+                param = self.params[name]
+                # a fused update reads it where it runs
+                optimizer.state[param]["step"] = torch.tensor(float(steps), device=param.device)
 
     def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """{state name: {parameter name: tensor of the parameter's shape and sharding}}."""
