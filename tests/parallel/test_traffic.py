@@ -32,6 +32,10 @@ def bf16(job: Job) -> Job:
     return job.model_copy(update={"precision": job.precision.model_copy(update={"recipe": "bf16"})})
 
 
+def of_batch(global_batch: int, job: Job) -> Job:
+    return job.model_copy(update={"train": job.train.model_copy(update={"global_batch": global_batch})})
+
+
 EVEN: dict[str, Job] = {
     "dp2 replicas": job_of(dp=2),
     "dp2 optimizer": job_of(dp=2, dp_shard="optimizer"),
@@ -60,6 +64,7 @@ EVEN: dict[str, Job] = {
     "cp4 ulysses repeats key/value heads": job_of(cp=4, cp_kind="ulysses"),
     "dp2 full tp2 sequence": job_of(dp=2, tp=2, **FULL, **SP),
     "tp2 pp2": job_of(tp=2, pp=2),
+    "dp2 tp2 with a unit more on one replica": of_batch(6, job_of(dp=2, tp=2)),
 }
 """Ranks of one place in the pipeline exchange alike: equal on every rank."""
 

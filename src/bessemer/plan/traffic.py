@@ -3,25 +3,27 @@
     traffic(spec, job)["tensor"]["all_reduce"]
 
 Groups and operations are named, and bytes counted, as `bessemer.comm.collectives` counts them in a run: full buffers,
-and of messages both what is sent and what is received. T tokens of a micro-batch on a context-parallel rank, m
-micro-batches of a rank in a step, D hidden size, X experts, n ranks of the group, c bytes of the compute type; the
-stream, masters, gradients and their sums are float32.
+and of messages both what is sent and what is received. T tokens of a micro-batch on a context-parallel rank, D hidden
+size, X experts, n ranks of the group, c bytes of the compute type; the stream, masters, gradients and their sums are
+float32. All is of a micro-batch, and of a layer that has the part, unless it says "a step".
 
-    tensor       into a product of width w:  - forward, sum of T w c backward; with sequence parallelism (SP) a gather
-                 forward and a scatter backward of as much.  Out of one: sum of T D c, -; with SP scatter, gather.
-                 In: q k v (latent attention: its latents and shared key), feed-forward parts, each head with its loss.
-                 Out: attention, feed-forward parts, and the embedding in float32.  Each loss gathers 12 T n bytes.
-                 Around experts without SP: a gather of T D c each way.  Once a step: gradients of weights that every
-                 rank holds whole but sees through its own tokens or heads (`heads`: of shared key/value heads)
-    context      `exchanges.ContextExchange` a layer
-    pipeline     T D 4 bytes (SP: a part of it) to and from each stage that follows or precedes one of the rank's, if it
-                 lies on another rank.  `ends`: the gradient of an embedding that both ends hold, once a step
-    experts      8 etp X bytes of counts, and etp rows of D c for each choice of each own token: four times (dispatch,
-                 combine, backward).  `sequence`: 4 X bytes for each run of tokens whose balance counts, of a layer
-    data         gradients: sums of 4 bytes an element; with FSDP gathers and scatters of them, rows filled up to equal
-                 shares (`expert_data`: experts; `replica`: the same between copies of the model, of what is sharded the
-                 rank's share)
-    block, world the squared norm; loss, tokens and loads of experts, then the times of phases
+    tensor       Into a product of width w: nothing forward, a sum of T w c backward; with sequence parallelism (SP) a
+                 gather of as much forward, a scatter backward.  Out of one: a sum of T D c forward, nothing backward;
+                 SP: a scatter, a gather.
+                 In go queries, keys and values (of latent attention the latents and the shared key), feed-forward
+                 parts, and the head for each loss; out come attention and feed-forward parts, and the embedding as
+                 float32.  Each loss gathers 12 T n, experts without SP T D c each way.
+                 A step: gradients of what all ranks hold whole, each for its own tokens or heads (`heads`: those of
+                 shared key/value heads).
+    context      `exchanges.ContextExchange`.
+    pipeline     4 T D (SP: / tp) to and from each stage before or behind one of the rank's that is on another rank.
+                 `ends`, a step: the gradient of an embedding that both ends hold.
+    experts      8 etp X of counts; etp rows of D c a choice of an own token, four times: dispatch, combine, backward.
+                 `sequence`: 4 X for each run of tokens that a balance loss averages over.
+    data         A step: sums of gradients (`expert_data`: of experts; `replica`: between copies of the model).  With
+                 FSDP gathers and scatters instead, see `_sharded`.
+    block        A step: the squared norm.
+    world        A step: loss, tokens, loads of the experts; seconds of the phases.
 
 Exact on every rank, but where ranks take uneven parts: of the rows that experts get, and of gradients of weights that
 FSDP cuts unevenly, it is the mean, exact in the sum over ranks. What is made again in the backward pass, Muon's whole
@@ -63,19 +65,19 @@ Entry = tuple[str, str, float]
 """Group, operation, bytes."""
 
 
-def traffic(spec: ModelSpec, job: Job, rank: int = 0) -> dict[str, dict[str, float]]:
-    """Bytes of a step of `train.global_batch` sequences on rank `rank`; groups of one rank are absent.
+def traffic(spec: ModelSpec, job: Job, rank: int = 0, step: int = 0) -> dict[str, dict[str, float]]:
+    """Bytes of step `step` (from 0) on rank `rank`; groups of one rank are absent.
 
     ValueError for a job with exchanges that the formulas leave out.
     """
     left_out = _left_out(job)
     if left_out:
         raise ValueError(f"there is no closed form of what {left_out} exchanges")
-    step = _Rank(spec, job, rank)
+    at = _Rank(spec, job, rank, step)
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for part in (_tensor, _context, _pipeline, _experts, _gradients, _partial_gradients, _commit):
-        for group, operation, size in part(step):
-            if size and step.sizes[group] > 1:
+        for group, operation, size in part(at):
+            if size and at.sizes[group] > 1:
                 found[group][operation] += size
     return {group: dict(operations) for group, operations in found.items()}
 
@@ -97,6 +99,7 @@ class _Rank:
     spec: ModelSpec
     job: Job
     rank: int
+    step: int
 
     @property
     def place(self) -> tuple[int, int]:
@@ -154,9 +157,13 @@ class _Rank:
         """Whether FSDP divides the state."""
         return self.job.layout.dp_shard != "none" and self.sizes["data"] > 1
 
-    @property
+    @cached_property
     def num_micro(self) -> int:
-        return self.job.train.global_batch // (self.job.train.micro_batch * self.job.layout.dp)
+        """Micro-batches of the step, whose units are dealt to replicas as `bessemer.data.cursor` says."""
+        job, replicas = self.job, self.job.replicas
+        each, extra = divmod(job.global_batch_at(self.step) // job.unit, replicas)
+        replica = self.rank // self.sizes["block"]
+        return (each + ((replica - self.step) % replicas < extra)) * job.micro_batches
 
     @property
     def tokens(self) -> int:
