@@ -158,6 +158,8 @@ def event_line(event: Mapping[str, Any]) -> tuple[str, str, str] | None:
         peaks = event.get("peak_flops") or {}
         shown = ", ".join(f"{dtype} {format_rate(peak, 'FLOP')}" for dtype, peak in peaks.items())
         return "machine", f"peak {shown} ({event.get('kind', 'all devices')})", "dim"
+    if name == "precision":
+        return "precision", _layers(event), "dim"
     if name == "operators" and event.get("path") == "reference":
         why = f": {event['why']}" if event.get("why") else ""
         return "warning", f"torch's operators are used, the faster native kernels are not{why}", "yellow"
@@ -165,6 +167,15 @@ def event_line(event: Mapping[str, Any]) -> tuple[str, str, str] | None:
         rank = f" (rank {event['rank']})" if event.get("rank") is not None else ""
         return "warning", f"{event.get('message')}{rank}", "yellow"
     return None
+
+
+def _layers(event: Mapping[str, Any]) -> str:
+    """Which kinds of linear layers run in the recipe, in how many blocks, and why others don't."""
+    kinds = list(event.get("layers") or ())
+    low = [f"{k['layer']} x {k['blocks']}" for k in kinds if not k["why"]]
+    high = [f"{k['layer']} x {k['blocks']} ({k['why']})" for k in kinds if k["why"]]
+    text = f"{event.get('recipe')}: {', '.join(low) or 'no layer'}"
+    return text + (f"; high: {', '.join(high)}" if high else "")
 
 
 def _evaluation(event: Mapping[str, Any]) -> str:
