@@ -44,7 +44,7 @@ from bessemer.core.rank_memory import (
 )
 from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
-from bessemer.core.saved import Sizes, layer_bytes
+from bessemer.core.saved import Sizes, layer_bytes, waiting_bytes
 from bessemer.core.schedules import SCHEDULES, Action, check_shape, schedule_actions
 from bessemer.core.units import format_bytes
 
@@ -157,21 +157,25 @@ def _passing_lines(job: Job, spec: ModelSpec, rank: int, stages: Mapping[int, ra
     last = spec.num_layers - 1
 
     def saved(layer: int) -> float:
-        return layer_bytes(spec, layer, parts[layer], sizes)
+        return layer_bytes(spec, layer, parts.get(layer, frozenset()), sizes)
 
-    held, loss = {}, {}
+    def waiting(layer: int) -> float:
+        return waiting_bytes(spec, layer, sizes)
+
+    held, loss, put_off = {}, {}, {}
     for stage, layers in stages.items():
-        ends = last in layers
-        ahead = saved(last) if ends else 0.0
+        predictions = spec.mtp_layers if last in layers else 0
         held[stage], loss[stage] = held_bytes(
-            passing, sum(map(saved, layers)), ends=int(ends), predictions=spec.mtp_layers, prediction=ahead
+            passing, sum(map(saved, layers)), ends=int(last in layers), predictions=predictions, prediction=saved(last)
         )
+        joined = predictions * (waiting(last) + 3 * wide * spec.hidden_size / sizes.sequence)
+        put_off[stage] = tokens * (sum(map(waiting, layers)) + joined)
     whole = HeldLayers.of(spec, parts)
     rows = tokens / layout.tp * spec.moe.top_k if spec.moe is not None and whole.moe else 0.0
     matrix = widest_matrix(spec, layout, moe=whole.moe > 0)
     again = max(layer_bytes(spec, layer, (), sizes) - saved(layer) for layer in parts)
     working = working_bytes(passing, matrix=matrix, rows=rows, again=again, ends=int(whole.ends))
-    activations = most_held(job, rank, held, loss)
+    activations = most_held(job, rank, held, put_off)
     if job.train.recompute_gb is not None:  # what is chosen fills the budget as far as it goes
         activations = min(activations, job.train.recompute_gb * 1e9 + max(loss.values()))
     return {"activations": activations, "working": working}
@@ -186,9 +190,9 @@ def _made_again(job: Job, spec: ModelSpec, layers: Sequence[int]) -> dict[int, f
     return {layer: frozenset(wanted if i < count else ()) for i, layer in enumerate(layers)}
 
 
-def most_held(job: Job, rank: int, held: Mapping[int, float], loss: Mapping[int, float]) -> float:
-    """The most that a pipeline rank holds at a time of its micro-batches, each stage from F to B, or to W where the
-    backward pass is split: its loss only to I."""
+def most_held(job: Job, rank: int, held: Mapping[int, float], put_off: Mapping[int, float]) -> float:
+    """The most that a pipeline rank holds at a time of its micro-batches: each stage `held` from F to B, or to I where
+    the backward pass is split, and `put_off` from I to W."""
     layout = job.layout
     if layout.pp == 1:
         return held[0]
@@ -203,9 +207,9 @@ def most_held(job: Job, rank: int, held: Mapping[int, float], loss: Mapping[int,
         elif action.kind == "B":
             now -= held[stage]
         elif action.kind == "I":
-            now -= loss[stage]
+            now += put_off[stage] - held[stage]
         elif action.kind == "W":
-            now -= held[stage] - loss[stage]
+            now -= put_off[stage]
         most = max(most, now)
     return most
 

@@ -1,6 +1,7 @@
 """What a block saves for its backward pass under each choice of recomputed parts, and what making them again costs.
 
     layer_bytes(spec, layer, parts, sizes)       # bytes a token that stay between forward and backward
+    waiting_bytes(spec, layer, sizes)            # those between the gradients of inputs and of weights, put off
     again(spec, layer, parts, sizes, seq_len)    # the products that run a second time, and the bytes that others move
 
 Closed forms of the tensors that the operators of `bessemer.ops` save on their native path; plain torch keeps more, but
@@ -19,7 +20,7 @@ from bessemer.core.layout import Layout
 from bessemer.core.model import ModelSpec
 from bessemer.core.recompute import parts_of_layer
 
-__all__ = ["Again", "Product", "Sizes", "again", "layer_bytes"]
+__all__ = ["Again", "Product", "Sizes", "again", "layer_bytes", "waiting_bytes"]
 
 _STREAM = 4
 """Bytes of an element of the residual stream, of statistics, scores and gates: float32 under every recipe."""
@@ -258,6 +259,32 @@ def _shared_bytes(spec: ModelSpec, parts: frozenset[str], at: Sizes) -> float:
     read = (moe.shared_ffn_size and not gathered) or moe.shared_gate
     if "norm" not in parts and (read or c == _STREAM or {"router", "dispatch"} & parts):
         kept += c * hidden / at.sequence
+    return kept
+
+
+def waiting_bytes(spec: ModelSpec, layer: int, at: Sizes) -> float:
+    """Bytes a token that wait for the gradients of a layer's weights where a schedule puts these off: inputs and
+    results' gradients of all projections, whatever was made again for them."""
+    a, mla, moe = _Attention.of(spec, at.tp), spec.mla, spec.moe
+    hidden, c = spec.hidden_size, at.compute_bytes
+    one = 1 if at.coded else c  # byte of an input or a gradient
+    kept = one * (a.out + hidden)  # of the projection that leaves attention
+    if mla is None:
+        kept += one * (hidden + a.queries + a.keys + a.values)
+    else:
+        heads = spec.num_heads * spec.head_dim / at.tp
+        latent = mla.q_lora_rank or 0
+        down = mla.kv_lora_rank + a.shared + latent
+        inputs = 2 * hidden if at.coded and latent else hidden  # two projections read the same tensor
+        kept += one * ((inputs + down) / at.sequence + a.latents + a.expanded + heads)
+        kept += one * hidden if not latent and (at.coded or at.divided) else 0.0  # query heads read a tensor apart
+    ups = 2 if spec.gated else 1
+    if moe is None or not spec.is_moe_layer(layer):
+        return kept + one * (2 * hidden + (ups + 1) * spec.ffn_size / at.tp)
+    kept += _STREAM * (hidden + moe.num_experts) / at.tp
+    kept += c * moe.top_k / at.tp * (2 * at.etp * hidden + 3 * moe.expert_ffn_size)
+    if moe.shared_ffn_size:
+        kept += one * (2 * hidden + (ups + 1) * moe.shared_ffn_size / at.tp)
     return kept
 
 

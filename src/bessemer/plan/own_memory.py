@@ -7,7 +7,8 @@ of the engine that runs the jobs that a search writes: fp32 masters and stream, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +30,10 @@ from bessemer.core.rank_memory import (
 )
 from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
-from bessemer.core.saved import Sizes, layer_bytes
+from bessemer.core.saved import Sizes, layer_bytes, waiting_bytes
 from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.memory import MEMORY_LINES, Memory
+from bessemer.plan.moments import Moment, moments_of
 from bessemer.plan.pipeline import spelled_stages
 from bessemer.plan.space import CP_KINDS, DP_SHARDS, Layouts
 
@@ -43,10 +45,16 @@ __all__ = ["own_memory", "own_rank_lines"]
 _SCHEDULES = tuple(SCHEDULES)
 _STAYS = 0.1
 """Of offloaded activations, on the device."""
+_ROUNDS = 3
+"""Times pp: with so many micro-batches a pipeline has been as full as it gets. None lets more wait in a stage."""
+_PUT_OFF = (0.9, 2.0, 8.0, 30.0)
+"""What a micro-batch keeps whose weight gradients are put off, against one before its backward pass: without
+recompute, with some, with all. For each of these the fullest moment is looked for, and the fullest with a loss."""
 
 
 def own_memory(lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtime_bytes: float = 0.0) -> Memory:
-    """The heaviest rank. Of ranks that hold alike, only the first: a later one holds no more micro-batches.
+    """The heaviest rank. Of ranks that hold alike, only the first, where most micro-batches wait for their backward
+    pass, and the last, where most put-off weight gradients do.
 
     runtime_bytes: what the device's libraries take for themselves."""
     if len(lay) == 0:
@@ -79,7 +87,7 @@ class _Ranks:
     def __init__(self, lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, *, every: bool = False) -> None:
         self.lay, self.spec, self.num_micro = lay, spec, num_micro
         columns = ("pp", "schedule", "virtual_stages", "first_layers", "last_layers")
-        most = np.minimum(np.asarray(num_micro), 2 * lay.pp).astype(np.int64)  # no stage lets more wait
+        most = np.minimum(np.asarray(num_micro), _ROUNDS * lay.pp).astype(np.int64)
         kinds, which = _unique(lay, columns, functools.partial(_ranks, spec, int(seq), every), most)
         self.slots = max(map(len, kinds))
         filled = np.array([[*ranks, *[ranks[-1]] * (self.slots - len(ranks))] for ranks in kinds], float)
@@ -101,9 +109,9 @@ class _Ranks:
 
     def lines(self, slot: int) -> dict[str, NDArray[np.float64]]:
         """By `MEMORY_LINES`; what the library takes for itself is not among them."""
-        _, dense, moe, begins, ends, *waiting = self._held[:, slot].T
+        _, dense, moe, begins, ends, *moments = self._held[:, slot].T
         state, working = self._state(dense, moe, begins, ends)
-        activations, most = self._pass(waiting, moe, dense + moe, ends)
+        activations, most = self._pass(moments, moe, dense + moe, ends)
         found = {
             "weights": state["weights"],
             "gradients": state["gradients"] + state["gradient_sum"],
@@ -129,25 +137,39 @@ class _Ranks:
         lines = state_lines(whole, s, ends=around, blocks=first.plus(second))
         return lines, scattered_bytes(first, s)
 
-    def _pass(self, waiting: Any, moe: Any, layers: Any, ends: Any) -> tuple[Any, Any]:
-        """Bytes that wait for backward passes, and those that a pass needs for a moment. waiting: dense and MoE layers
-        times the micro-batches that wait in them."""
-        lay, spec, p = self.lay, self.spec, self._passing
+    def _pass(self, moments: list[Any], moe: Any, layers: Any, ends: Any) -> tuple[Any, Any]:
+        """Bytes that wait for backward passes, and those that a pass needs for a moment. moments: as in `_ranks`."""
+        lay, spec, p, saved = self.lay, self.spec, self._passing, self._saved
         by_layer = np.array([r.by_layer for r in RECOMPUTE.values()])[lay.recompute] & (lay.recompute_layers > 0)
         share = np.where(by_layer, np.minimum(lay.recompute_layers / np.maximum(layers, 1), 1), 1.0)
-        plain, routed = (share * self._saved[k] + (1 - share) * self._saved[f"{k}.all"] for k in ("plain", "routed"))
+        plain, routed = (share * saved[k] + (1 - share) * saved[f"{k}.all"] for k in ("plain", "routed"))
         last = routed if spec.is_moe_layer(spec.num_layers - 1) else plain
         held, _ = held_bytes(p, 0.0, ends=ends, predictions=spec.mtp_layers, prediction=last)
+        last_off = saved["routed.off" if spec.is_moe_layer(spec.num_layers - 1) else "plain.off"]
+        ahead_off = spec.mtp_layers * (last_off + 3 * p.wide * p.hidden / p.stream)
+        waiting = np.zeros(len(lay))
+        for moment in _apart(moments):
+            dense, routes, dense_off, routes_off, loss, ends_off = moment
+            micros = (dense + routes) / np.maximum(layers, 1)
+            whole = dense * plain + routes * routed + micros * self._rotations
+            off = dense_off * saved["plain.off"] + routes_off * saved["routed.off"] + ends_off * ahead_off
+            waiting = np.maximum(waiting, p.tokens * (whole + off) + loss * held)
         gpipe = (lay.schedule == _SCHEDULES.index("gpipe")) & (lay.pp > 1)
-        times = np.where(gpipe, self.num_micro, 1)
+        all_held = np.where(gpipe, self.num_micro, 1) * waiting
         rows = p.tokens / lay.tp * (spec.moe.top_k if spec.moe else 0) * (moe > 0)
         matrix = np.where(moe > 0, self._sizes["widest.routed"], self._sizes["widest.plain"])
-        micros = (waiting[0] + waiting[1]) / np.maximum(layers, 1)
-        all_held = times * (p.tokens * (waiting[0] * plain + waiting[1] * routed + micros * self._rotations) + held)
-        again = np.where(
-            moe > 0, self._saved["routed.all"] - self._saved["routed"], self._saved["plain.all"] - self._saved["plain"]
-        )
+        again = np.where(moe > 0, saved["routed.all"] - routed, saved["plain.all"] - plain)
         return all_held, working_bytes(p, matrix=matrix, rows=rows, again=again, ends=ends)
+
+
+def _apart(moments: list[NDArray[np.float64]]) -> Iterator[NDArray[np.float64]]:
+    """Six arrays a moment, as `_fullest` gives them; those that are alike once."""
+    found: list[NDArray[np.float64]] = []
+    for at in range(0, len(moments), 6):
+        one = np.stack(moments[at : at + 6])
+        if not any(np.array_equal(one, other) for other in found):
+            found.append(one)
+            yield one
 
 
 _BLOCKS = ("plain", "routed", "ahead")
@@ -194,70 +216,52 @@ def _columns(
 
 @functools.lru_cache(maxsize=4096)
 def _ranks(spec: ModelSpec, seq: int, every: bool, *pipeline: int) -> tuple[tuple[float, ...], ...]:
-    """Of a pipeline's ranks, or of the first of each kind: rank, dense and MoE layers, whether the model begins and
-    ends there, and dense and MoE layers times the micro-batches that wait in them."""
+    """Of a pipeline's ranks, or of the first and the last of each kind: rank, dense and MoE layers, whether the model
+    begins and ends there. Then for each of `_PUT_OFF` the fullest moment, as `_fullest` gives it."""
     pp, schedule, virtual, first, last, num_micro = pipeline
     stages = spelled_stages(spec.num_layers, pp, first, last) if virtual == 1 else ()
     layout = Layout(pp=pp, schedule=_SCHEDULES[schedule], virtual_stages=virtual, stage_layers=stages)
     try:
-        found_layers = layers_by_stage(spec, layout, seq)
-        ranks = [{s: HeldLayers.of(spec, layers) for s, layers in own.items()} for own in found_layers]
+        by_rank = [[HeldLayers.of(spec, c) for c in r.values()] for r in layers_by_stage(spec, layout, seq)]
     except ValueError:  # more stages than layers
         moe = sum(map(spec.is_moe_layer, range(spec.num_layers))) / pp
-        ranks = [{0: HeldLayers(spec.num_layers / pp - moe, moe, r == 0, r == pp - 1)} for r in range(pp)]
-    found: dict[object, tuple[float, ...]] = {}
-    for rank, own in enumerate(ranks):
-        chunks = list(own.values())
-        waiting = max(
-            _waiting(_SCHEDULES[schedule], (pp, len(chunks), num_micro), rank),
-            key=lambda counts: sum(n * (c.dense + c.moe) for n, c in zip(counts, chunks, strict=True)),
-        )
-        held = HeldLayers(
-            sum(c.dense for c in chunks),
-            sum(c.moe for c in chunks),
-            any(c.begins for c in chunks),
-            any(c.ends for c in chunks),
-        )
-        dense = sum(n * c.dense for n, c in zip(waiting, chunks, strict=True))
-        moe = sum(n * c.moe for n, c in zip(waiting, chunks, strict=True))
-        found.setdefault(rank if every else held, (rank, held.dense, held.moe, held.begins, held.ends, dense, moe))
-    return tuple(found.values())
+        by_rank = [[HeldLayers(spec.num_layers / pp - moe, moe, r == 0, r == pp - 1)] for r in range(pp)]
+    rows: list[tuple[float, ...]] = []
+    for rank, chunks in enumerate(by_rank):
+        dense, moe = sum(c.dense for c in chunks), sum(c.moe for c in chunks)
+        own = (dense, moe, any(c.begins for c in chunks), any(c.ends for c in chunks))
+        moments = moments_of(_SCHEDULES[schedule], (pp, len(chunks), num_micro), rank)
+        fullest = [_fullest(moments, chunks, *how) for how in itertools.product(_PUT_OFF, (0.0, _LOSS_FIRST))]
+        rows.append((rank, *own, *itertools.chain(*fullest)))
+    if every:
+        return tuple(rows)
+    first_of = {row[1:5]: row for row in reversed(rows)}
+    last_of = {row[1:5]: row for row in rows} if SCHEDULES[_SCHEDULES[schedule]].split_backward else {}
+    return tuple(sorted({*first_of.values(), *last_of.values()}))
 
 
-def _waiting(schedule: str, sizes: tuple[int, int, int], rank: int) -> list[tuple[int, ...]]:
-    """Micro-batches that wait for their backward pass (of weights, where it is split) in each stage of a rank when the
-    most do: all that can be the fullest. With gpipe they are all that there are, which is left to the caller."""
-    pp, chunks, num_micro = sizes
-    if pp == 1 or schedule == "gpipe":
-        return [(1,) * chunks]
-    if chunks == 1:
-        return [(min({"zb-h1": pp, "zb-h2": 2 * pp - 1}.get(schedule, pp - rank), num_micro),)]
-    found: list[tuple[int, ...]]
-    if schedule == "zb-v":
-        half = (pp - rank) // 2
-        found = [(2 * pp - 1 - rank, rank + 1), (pp + half, pp - half)]
-    elif schedule == "dualpipev":
-        found = [(2 * pp - rank, rank + 1)]
-    elif schedule == "dualpipe":
-        near = min(rank, pp - 1 - rank)
-        found = [(pp - near, near + 1)]
-    else:
-        found = _interleaved(pp, chunks, num_micro, rank)
-    return [tuple(min(n, num_micro) for n in counts) for counts in found]
+_LOSS_FIRST = 1e6
 
 
-def _interleaved(pp: int, chunks: int, num_micro: int, rank: int) -> list[tuple[int, ...]]:
-    """After the warm-up of interleaved 1F1B a rank takes one forward and one backward in turn; both go through its
-    chunks in rounds of pp micro-batches, backward from the last one on."""
-    total, period = num_micro * chunks, pp * chunks
-    ahead = min(2 * (pp - rank - 1) + (chunks - 1) * pp, total)
-    counts, found = [0] * chunks, []
-    for i in range(min(ahead + period, total)):
-        counts[i % period // pp] += 1
-        if i >= ahead:
-            found.append(tuple(counts))
-            counts[chunks - 1 - (i - ahead) % period // pp] -= 1
-    return found or [tuple(counts)]
+def _fullest(moments: Sequence[Moment], chunks: Sequence[HeldLayers], put_off: float, loss: float) -> tuple[float, ...]:
+    """Dense and MoE layers times the micro-batches that wait in them for their backward pass; the same for put-off
+    gradients of weights; whether a loss is among the former, and how often the end of the model among the latter.
+    put_off, loss: what they count as, in layers."""
+
+    def size(moment: Moment) -> float:
+        pairs = list(zip(moment, chunks, strict=True))
+        return sum((n + put_off * w) * (c.dense + c.moe) + loss * (c.ends and n > 0) for (n, w), c in pairs)
+
+    chosen: Moment = max(moments, key=size)
+    fullest = list(zip(chosen, chunks, strict=True))
+    waiting = (sum(n * c.dense for (n, _), c in fullest), sum(n * c.moe for (n, _), c in fullest))
+    off = (sum(w * c.dense for (_, w), c in fullest), sum(w * c.moe for (_, w), c in fullest))
+    return (
+        *waiting,
+        *off,
+        float(any(c.ends and n > 0 for (n, _), c in fullest)),
+        sum(w * c.ends for (_, w), c in fullest),
+    )
 
 
 def _elements(spec: ModelSpec, tp: int, ep: int, etp: int) -> dict[str, float]:
@@ -296,4 +300,5 @@ def _saved(spec: ModelSpec, *columns: int) -> dict[str, float]:
         layer = next((i for i in range(spec.num_layers) if spec.is_moe_layer(i) == moe), None)
         for suffix, again in (("", parts), (".all", ())):
             found[name + suffix] = 0.0 if layer is None else layer_bytes(spec, layer, again, sizes)
+        found[f"{name}.off"] = 0.0 if layer is None else waiting_bytes(spec, layer, sizes)
     return found
