@@ -127,7 +127,7 @@ def test_a_frozen_weight_leaves_no_work():
 def test_operands_go_with_the_second_half():
     weight = torch.randn(8, 8, requires_grad=True)
     x, cotangent = torch.randn(4, 8), torch.randn(4, 8)
-    refs = [weakref.ref(x), weakref.ref(cotangent)]
+    refs = [weakref.ref(t.untyped_storage()) for t in (x, cotangent)]
     with ops.put_off_weight_gradients() as queue:
         ops.linear(x, weight, None, torch.float32).backward(cotangent)
         work = queue.take()
@@ -137,6 +137,18 @@ def test_operands_go_with_the_second_half():
     work.run()
     gc.collect()
     assert all(ref() is None for ref in refs)
+
+
+def test_what_waits_holds_operands_and_no_graph():
+    """What made the input of a projection, here a leaf and its gradient, goes with the first half."""
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    stream = weakref.ref(x.untyped_storage())
+    with ops.put_off_weight_gradients() as queue:
+        ops.linear(x * 2, weight, None, torch.float32).sum().backward()
+        work = queue.take()
+    del x
+    gc.collect()
+    assert stream() is None and len(work) == 1
 
 
 def test_backward_in_another_thread_is_put_off_too():

@@ -72,7 +72,9 @@ class Stage(nn.Module):
         self.experts, self.down = made(2, 2 * WIDTH, 2 * WIDTH), made(WIDTH, 2 * WIDTH)
         self.head = made(VOCABULARY, WIDTH) if index == num_stages - 1 else None
 
-    def forward(self, tokens_BS: Tensor, x_BSD: Tensor | None, watch: list[weakref.ref[Tensor]]) -> Tensor:
+    def forward(
+        self, tokens_BS: Tensor, x_BSD: Tensor | None, watch: list[weakref.ref[torch.UntypedStorage]]
+    ) -> Tensor:
         if x_BSD is None:
             x_BSD = F.embedding(tokens_BS, self.embed)
         normed = ops.add_norm(x_BSD, None, 1 + self.norm, None, 1e-5, "rmsnorm", torch.float32)[1]
@@ -80,7 +82,7 @@ class Stage(nn.Module):
         rows = hidden_TF.shape[0]
         hidden_TF = ops.grouped_linear(hidden_TF, self.experts, torch.tensor([rows // 3, rows - rows // 3]))
         hidden_TF = hidden_TF.cos()
-        watch.append(weakref.ref(hidden_TF))  # `linear` keeps it for the gradient of its weight
+        watch.append(weakref.ref(hidden_TF.untyped_storage()))  # `linear` keeps it for the gradient of its weight
         out_BSD = x_BSD + ops.linear(hidden_TF, self.down, None, torch.float32).view_as(x_BSD)
         if self.head is None:
             return out_BSD
@@ -98,7 +100,7 @@ class Runner:
         self.done: list[int] = []
         self.at_done: dict[str, np.ndarray] = {}
         self.held: list[int] = []
-        self._watch: list[weakref.ref[Tensor]] = []
+        self._watch: list[weakref.ref[torch.UntypedStorage]] = []
 
     def tokens(self, micro: int) -> Tensor:
         draw = torch.Generator().manual_seed(100 + micro)

@@ -36,6 +36,7 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _rows(grad_TO, weight_XOI.to(grad_TO.dtype), counts_X)
         if ctx.needs_input_grad[1]:
+            x_TI = x_TI.detach()  # or it would hold its graph, where the gradient is put off
             dw = weight_gradient(ctx.leaf, partial(_outer, grad_TO, x_TI, counts_X, weight_XOI.dtype))
         return dx, dw, None
 
@@ -79,7 +80,7 @@ def _outer(a_TO: Tensor, b_TI: Tensor, counts_X: Tensor, dtype: torch.dtype) -> 
     """For each expert the product a^T b of its rows -> [X, O, I] in `dtype`."""
     shape = (counts_X.shape[0], a_TO.shape[1], b_TI.shape[1])
     if a_TO.device.type == "meta":
-        return a_TO.new_empty(shape, dtype=dtype)
+        return a_TO.new_empty(shape).to(dtype)
     if _grouped_mm_works(a_TO) and b_TI.shape[1] % 8 == 0:
         return F.grouped_mm(a_TO.t(), b_TI, offs=_ends(counts_X)).to(dtype)
     out = a_TO.new_zeros(shape)

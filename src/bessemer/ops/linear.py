@@ -106,7 +106,8 @@ class _Linear(torch.autograd.Function):
             dx = products.input_gradient(made, weight).view(ctx.shape)
         weight_leaf, bias_leaf = ctx.leaves
         if needs_weight:
-            dw = weight_gradient(weight_leaf, partial(products.weight_gradient, made, tuple(kept), weight.dtype))
+            inputs = tuple(t.detach() for t in kept)  # or they would hold their graph, where the gradient is put off
+            dw = weight_gradient(weight_leaf, partial(products.weight_gradient, made, inputs, weight.dtype))
         if needs_bias:
             db = weight_gradient(bias_leaf, partial(_sum, grad, bias_leaf.dtype))
         return dx, dw, db, None
