@@ -25,6 +25,7 @@ from bessemer.train.dry_memory import StageBytes, peak_bytes, stage_bytes
 from bessemer.train.dry_run import dry_run
 
 WEIGHTS_BAR, ACTIVATIONS_BAR, SECONDS_BAR = 0.02, 0.10, 60.0
+FULL_SHAPES = Path(__file__).parents[2] / "examples" / "full_shapes"
 SEQ = 128
 native = pytest.mark.skipif(bool(ops.why_absent()), reason="without native kernels a CPU saves other tensors")
 
@@ -185,6 +186,27 @@ def test_the_planner_agrees_at_published_shapes(
             assert difference is not None and abs(difference) < bar, (row.pipeline_rank, line, difference)
     held = sum(row.parameters for row in found.rows) * ranks // len(found.rows)
     assert held > 0 and found.rows[0].run["weights"] == 4 * found.rows[0].parameters
+
+
+@pytest.mark.parametrize("file", sorted(FULL_SHAPES.glob("*.toml")), ids=lambda file: file.stem)
+def test_the_examples_run_dry_at_their_full_shapes(file: Path) -> None:
+    found = api.train(str(file), dry_run=True).dry
+    assert found is not None and found.fits and found.seconds < SECONDS_BAR
+    for row in found.rows:
+        assert abs(row.difference("weights") or 0.0) < WEIGHTS_BAR
+        assert abs(row.difference("optimizer") or 0.0) < WEIGHTS_BAR
+        assert abs(row.difference("activations") or 0.0) < ACTIVATIONS_BAR
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"recompute": "budget", "recompute_gb": 15.0}, {"recompute": "fine", "recompute_modules": ["norm", "up"]}],
+    ids=["budget", "modules"],
+)
+def test_what_a_job_chooses_to_make_again_is_predicted(chosen: dict[str, Any], tmp_path: Path) -> None:
+    found = api.train(str(job_file(tmp_path, "llama-3-8b", train=chosen)), dry_run=True).dry
+    assert found is not None
+    assert all(abs(row.difference("activations") or 0.0) < ACTIVATIONS_BAR for row in found.rows)
 
 
 def test_the_command_prints_the_same_as_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

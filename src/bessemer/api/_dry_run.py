@@ -12,6 +12,7 @@ import numpy as np
 from bessemer.core.errors import ConfigError
 from bessemer.core.job import Job
 from bessemer.core.machine import Machine, load_machine
+from bessemer.core.memory import rank_lines
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem
 from bessemer.core.units import counted, format_bytes, format_count, format_seconds
@@ -109,6 +110,8 @@ class DryRun:
             f"the fullest rank holds {format_bytes(self.largest_bytes)}{room}"
             + ("" if self.fits is not False else ": too little")
         )
+        if self.job.train.compile != "none":
+            lines.append("counted without train.compile: compiled blocks choose for themselves what they save")
         lines.append(f"built and run in shapes in {format_seconds(self.seconds)}")
         return "\n".join(lines)
 
@@ -121,17 +124,24 @@ def dry_run(job: Job, spec: ModelSpec, ranks: int | None, source: str) -> DryRun
 
     start = time.perf_counter()
     found = train.dry_run(job, spec)
-    micro = np.array([job.train.global_batch / (job.train.micro_batch * job.layout.dp)])
-    predicted = own_rank_lines(Layouts.from_job(job), spec, job.data.seq_len, micro)
     rows = []
-    for rank, lines in zip(found, predicted, strict=True):
-        planner = {line: lines[_IN_PLAN.get(line, line)] for line in LINES}
+    for rank, planner in zip(found, _predicted(job, spec), strict=True):
         run = {**rank.lines, "total": rank.total}
         row = RankRow(
             rank.pipeline_rank, rank.layers, rank.parameters, run, {**planner, "total": sum(planner.values())}
         )
         rows.append(row)
     return DryRun(job, spec, load_machine(job.machine.name), tuple(rows), time.perf_counter() - start)
+
+
+def _predicted(job: Job, spec: ModelSpec) -> list[dict[str, float]]:
+    """By pipeline rank; where a job makes a choice of its own what to recompute, by the closed form of `check`."""
+    if job.train.recompute == "budget" or job.train.recompute_modules is not None:
+        lines = rank_lines(job, spec)
+        return [{n: rank[n] + (rank["gradient_sum"] if n == "gradients" else 0) for n in LINES} for rank in lines]
+    micro = np.array([job.train.global_batch / (job.train.micro_batch * job.layout.dp)])
+    priced = own_rank_lines(Layouts.from_job(job), spec, job.data.seq_len, micro)
+    return [{line: rank[_IN_PLAN.get(line, line)] for line in LINES} for rank in priced]
 
 
 def _other_ranks(job: Job, ranks: int) -> Problem:

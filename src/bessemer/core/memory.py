@@ -72,11 +72,14 @@ def memory_lines(job: Job, spec: ModelSpec) -> dict[str, int]:
 
 def job_bytes(job: Job, spec: ModelSpec, machine: Machine) -> int:
     """Bytes that must fit in one memory of `machine`: of one rank on its device, or of all ranks on one CPU host."""
-    lines = memory_lines(job, spec)
+    lines, world_size = memory_lines(job, spec), job.layout.world_size
     if machine.device != "cpu":
         return sum(size for name, size in lines.items() if name not in ("process", "checkpoint_copy"))
-    ranks = job.layout.world_size if machine.name == "cpu-local" else machine.gpus_per_node
-    return sum(lines.values()) * min(ranks, job.layout.world_size)
+    hosted = lines["process"] + lines["checkpoint_copy"]
+    if machine.name == "cpu-local" or machine.gpus_per_node >= world_size:
+        every = sum(sum(rank.values()) for rank in rank_lines(job, spec)) * (world_size // job.layout.pp)
+        return every + hosted * world_size
+    return sum(lines.values()) * machine.gpus_per_node
 
 
 def memory_problem(job: Job, spec: ModelSpec, machine: Machine) -> Problem | None:

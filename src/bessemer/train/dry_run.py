@@ -9,7 +9,7 @@ ones, and tensors lie on the meta device. Operators tell what their CPU kernels 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from bessemer.core.model import ModelSpec
 from bessemer.core.schedules import SCHEDULES, schedule_actions
 from bessemer.models.decoder import Decoder
 from bessemer.models.quantise import quantise
-from bessemer.parallel.axes import held_layers, split_of
+from bessemer.parallel.axes import split_of
 from bessemer.parallel.data import shard
 from bessemer.parallel.expert import ExpertParallel
 from bessemer.parallel.mesh import Mesh, build_mesh
@@ -71,10 +71,12 @@ def dry_run(job: Job, spec: ModelSpec) -> list[RankMemory]:
     inner = job.shard * layout.cp * layout.tp
     known: dict[object, StageBytes] = {}
     found = []
-    for pipeline_rank in range(layout.pp):
-        with _fake_ranks(pipeline_rank * inner, layout.world_size):
-            mesh = build_mesh(job, pipeline_rank * inner, torch.device("cpu"), spec)
-            found.append(_rank(job, spec, mesh, known))
+    for rank, (program, stages) in enumerate(
+        zip(_programs(job), layers_by_stage(spec, layout, job.data.seq_len), strict=True)
+    ):
+        with _fake_ranks(rank * inner, layout.world_size):
+            mesh = build_mesh(job, rank * inner, torch.device("cpu"), spec)
+            found.append(_rank(job, spec, mesh, program, stages, known))
     return found
 
 
@@ -93,12 +95,40 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def _rank(job: Job, spec: ModelSpec, mesh: Mesh, known: dict[object, StageBytes]) -> RankMemory:
-    layers = held_layers(job, spec, mesh)
+def _programs(job: Job) -> list[list[Step]]:
+    """What each pipeline rank does for a unit."""
+    layout = job.layout
+    if layout.pp == 1:
+        return [[Step("F", 0, 0), Step("B", 0, 0)]]
+    ranks = schedule_actions(layout.schedule, layout.pp, job.micro_batches, layout.virtual_stages)
+    order = transfer_order(ranks)
+    return [rank_program(rank, actions, order) for rank, actions in enumerate(ranks)]
+
+
+def _rank(
+    job: Job,
+    spec: ModelSpec,
+    mesh: Mesh,
+    program: list[Step],
+    stages: Mapping[int, range],
+    known: dict[object, StageBytes],
+) -> RankMemory:
+    """`known`: stages that were run for other ranks; those that are alike aren't run again."""
+    layers = tuple(sorted(layer for own in stages.values() for layer in own))
     whole, sharded = (_share(job, spec, mesh, layers) for _ in range(2))
     shard(sharded, mesh, job.layout.dp_shard)
     lines = state_bytes(job, sharded, mesh)
-    held, most = peak_bytes(_program(job, mesh), _stages(job, mesh, whole, known))
+    applied = apply_recompute(whole, job, mesh.at("pp"))
+    split = job.layout.pp > 1 and SCHEDULES[job.layout.schedule].split_backward
+    tokens_BS = torch.empty(job.train.micro_batch, job.data.seq_len, dtype=torch.int64, device="meta")
+    passed = {}
+    for stage, own in stages.items():
+        kinds = tuple((spec.is_moe_layer(i), spec.window(i), applied.parts[i]) for i in own)
+        alike = (own.start == 0, own.stop == spec.num_layers, kinds)
+        if alike not in known:
+            known[alike] = stage_bytes(whole, own, tokens_BS, split_backward=split)
+        passed[stage] = known[alike]
+    held, most = peak_bytes(program, passed)
     lines |= {"activations": held, "working": most - held + scattered_bytes(job, sharded, mesh)}
     return RankMemory(mesh.at("pp"), layers, lines["weights"] // torch.float32.itemsize, lines)
 
@@ -111,31 +141,6 @@ def _share(job: Job, spec: ModelSpec, mesh: Mesh, layers: tuple[int, ...]) -> De
     if how is not None:
         quantise(module, how)
     return module
-
-
-def _program(job: Job, mesh: Mesh) -> list[Step]:
-    """What the rank does for a unit."""
-    layout, rank = job.layout, mesh.at("pp")
-    if layout.pp == 1:
-        return [Step("F", 0, 0), Step("B", 0, 0)]
-    ranks = schedule_actions(layout.schedule, layout.pp, job.micro_batches, layout.virtual_stages)
-    return rank_program(rank, ranks[rank], transfer_order(ranks))
-
-
-def _stages(job: Job, mesh: Mesh, module: Decoder, known: dict[object, StageBytes]) -> dict[int, StageBytes]:
-    """A micro-batch through each stage of the rank; stages that are alike are run once for all ranks (`known`)."""
-    layout, spec = job.layout, module.spec
-    applied = apply_recompute(module, job, mesh.at("pp"))
-    split = layout.pp > 1 and SCHEDULES[layout.schedule].split_backward
-    tokens_BS = torch.empty(job.train.micro_batch, job.data.seq_len, dtype=torch.int64, device="meta")
-    found = {}
-    for stage, layers in layers_by_stage(spec, layout, job.data.seq_len)[mesh.at("pp")].items():
-        kinds = tuple((spec.is_moe_layer(i), spec.window(i), applied.parts[i]) for i in layers)
-        alike = (layers.start == 0, layers.stop == spec.num_layers, kinds)
-        if alike not in known:
-            known[alike] = stage_bytes(module, layers, tokens_BS, split_backward=split)
-        found[stage] = known[alike]
-    return found
 
 
 class _EvenExperts(ExpertParallel):
