@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +45,28 @@ def small_job(model: dict[str, Any], layout: dict[str, Any], recipe: str = "bf16
 
 
 def real_bytes(rank: int, _world_size: int, text: str) -> tuple[int, dict[str, int]]:
-    """(pipeline rank, bytes by line) of a rank that really runs a unit; its gradients exist before."""
+    """(pipeline rank, bytes by line) of a rank that really runs units; its gradients exist before.
+
+    The least of several peaks: gloo's threads may hold a tensor for a moment after its exchange was waited for.
+    """
     job = Job.model_validate_json(text)
     parts = toy_parts(job, rank)
     micro, vocabulary = job.micro_batches, parts.spec.vocab_size
-    shape, generator = (2 * micro, job.train.micro_batch, SEQ), torch.Generator().manual_seed(rank)
+    shape, generator = (micro, job.train.micro_batch, SEQ), torch.Generator().manual_seed(rank)
     batches = [{"tokens_BS": t, "labels_BS": t} for t in torch.randint(0, vocabulary, shape, generator=generator)]
-    sample = AllocationSample()
-    for half in (batches[:micro], batches[micro:]):  # the first one makes what stays, such as rotation tables
+    peaks = []
+    for _ in range(4):
         for param in parts.module.parameters():
             param.grad = torch.zeros_like(param) if param.requires_grad else None
-        sample = AllocationSample()
-        with sample:
-            parts.step.passes.run(iter(half), micro)
+        with AllocationSample() as sample:
+            parts.step.passes.run(iter(batches), micro)
         parts.parallel.finish()
+        peaks.append(sample.peak_bytes)
     state = parts.optimizer.state_tensors()
     return parts.mesh.at("pp"), {
         "weights": sum(local(p).nbytes for p in parts.module.parameters()),
         "optimizer": sum(local(t).nbytes for tensors in state.values() for t in tensors.values()),
-        "peak": sample.peak_bytes,
+        "peak": min(peaks[1:]),  # the first unit also makes what stays, such as rotation tables
     }
 
 
@@ -76,7 +80,7 @@ def real_bytes(rank: int, _world_size: int, text: str) -> tuple[int, dict[str, i
         (MODEL, {"pp": 2, "schedule": "gpipe"}, "fp32", 0.02),  # oneDNN makes the loss's products apart
         (MODEL, {"pp": 2, "schedule": "zb-h1"}, "bf16", 0.03),  # where I and W of several micro-batches overlap
         (MODEL, {"cp": 2}, "bf16", 1e-3),
-        (MIXTRAL, {"dp": 2, "ep": 2}, "fp32", 0.03),  # no router sends each expert the same
+        (MIXTRAL, {"dp": 2, "ep": 2}, "fp32", 0.01),
         (DEEPSEEK, {"tp": 2, "pp": 2, "ep": 2, "sequence_parallel": True, "schedule": "zb-v"}, "bf16", 0.03),
     ],
     ids=lambda value: str(value.get("family", value)) if isinstance(value, dict) else None,
@@ -88,10 +92,12 @@ def test_ranks_really_hold_what_is_counted(
     text, ranks = job.model_dump_json(), job.layout.world_size
     found = run_ranks(ranks, real_bytes, text) if ranks > 1 else [real_bytes(0, 1, text)]
     dry = dry_run(job, resolve_model(job.model))
-    for pipeline_rank, real in found:
-        lines = dry[pipeline_rank].lines
-        assert (lines["weights"], lines["optimizer"]) == (real["weights"], real["optimizer"])
-        assert lines["activations"] + lines["working"] == pytest.approx(real["peak"], rel=tolerance)
+    for pipeline_rank, lines in enumerate(rank.lines for rank in dry):
+        ranks_of = [real for at, real in found if at == pipeline_rank]
+        for real in ranks_of:
+            assert (lines["weights"], lines["optimizer"]) == (real["weights"], real["optimizer"])
+        peak = statistics.mean(real["peak"] for real in ranks_of)  # what one expert has too much, another lacks
+        assert lines["activations"] + lines["working"] == pytest.approx(peak, rel=tolerance)
 
 
 @native
