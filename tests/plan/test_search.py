@@ -284,10 +284,12 @@ def test_vocabularies_are_padded_where_tp_asks_for_it_and_that_is_said() -> None
 def test_only_what_trains_is_runnable() -> None:
     plain = {"dp": 8, "recipe": "bf16", "micro_batch": 1}
     cases = [(plain, True), ({**plain, "dp_shard": "full"}, True), ({**plain, "recompute": "full"}, True),
-             ({**plain, "recipe": "nvfp4"}, False), ({**plain, "dp": 4, "tp": 2}, True),
+             ({**plain, "recipe": "mxfp8"}, False), ({**plain, "dp": 4, "tp": 2}, True),
              ({**plain, "dp": 4, "pp": 2, "schedule": "dualpipe"}, False)]  # fmt: skip
     for row, runs in cases:
-        assert bool(runnable(Layouts.of(1, **row))[0]) is runs, row
+        assert bool(runnable(Layouts.of(1, **row), load_machine("h100"))[0]) is runs, row
+    emulated = Layouts.of(1, **{**plain, "recipe": "mxfp8"})
+    assert runnable(emulated, load_machine("cpu-local"))[0]
 
 
 def test_divisors() -> None:

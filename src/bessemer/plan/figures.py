@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bessemer.core.counts import flops_per_token
 from bessemer.core.layout import RUNNABLE
+from bessemer.core.machine import Machine
 from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
 from bessemer.core.schedules import SCHEDULES
@@ -87,7 +88,7 @@ class Priced:
             "memory_bytes": float(prices.memory_bytes[index]),
             "headroom_bytes": float(self.headroom_bytes[index]),
             "band": [float(prices.low_s[index]), float(prices.high_s[index])],
-            "runnable": bool(runnable(self.layouts)[index]),
+            "runnable": bool(runnable(self.layouts, self.request.machine)[index]),
         }
 
     def breakdown(self, index: int) -> dict[str, float]:
@@ -121,8 +122,9 @@ def step_flops(request: Request) -> float:
     return flops_per_token(request.spec, request.seq_len).training * request.global_batch * request.seq_len
 
 
-def runnable(layouts: Layouts) -> NDArray[np.bool_]:
-    """Which layouts the trainer runs today; the others are modelled only."""
+def runnable(layouts: Layouts, machine: Machine) -> NDArray[np.bool_]:
+    """Which layouts the trainer runs today on `machine`; the others are modelled only. Quantised recipes run in
+    emulation, on a CPU."""
     ok = np.ones(len(layouts), bool)
     names = {"dp_shard": DP_SHARDS, "schedule": tuple(SCHEDULES)}
     for name, allowed in RUNNABLE.items():
@@ -130,7 +132,8 @@ def runnable(layouts: Layouts) -> NDArray[np.bool_]:
             continue
         ids = [names[name].index(str(v)) for v in allowed] if name in names else [int(str(v)) for v in allowed]
         ok &= np.isin(getattr(layouts, name), ids)
-    ok &= np.array([r.runnable for r in RECIPES.values()])[layouts.recipe]
+    emulates = machine.device == "cpu"
+    ok &= np.array([r.runnable and (emulates or not r.quantised) for r in RECIPES.values()])[layouts.recipe]
     ok &= np.array([r.runnable for r in RECOMPUTE.values()])[layouts.recompute]
     idle = ("offload_optimizer", "offload_activations", "graph", "first_layers", "last_layers")
     for name in idle:

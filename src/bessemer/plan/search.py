@@ -98,7 +98,7 @@ def search(request: Request, *, kept: int = KEPT, progress: Progress | None = No
         for schedule in np.unique(layouts.schedule[fits]):
             own = fits[layouts.schedule[fits] == schedule]
             best[schedule].add(step[own], memory[own], index[own])
-        run = fits[runnable(layouts)[fits]]
+        run = fits[runnable(layouts, request.machine)[fits]]
         trainable.add(step[run], memory[run], index[run])
         times.append(step[fits].astype(np.float32))
         front = _front(step[fits], memory[fits])
