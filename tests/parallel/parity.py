@@ -21,6 +21,7 @@ from router_margin import smallest_margin
 from train.toy import MODELS, run_steps, toy_job, toy_parts
 
 from bessemer.core.job import Job
+from bessemer.train.assembly import Assembly
 from bessemer.train.state import slices_of, state_slices
 
 STEPS = 3
@@ -60,21 +61,27 @@ def job_of(family: str = "llama", *, layers: int = 2, model: dict[str, Any] | No
     return toy_job(model=fields, layout=layout, train=train, keep=keep)
 
 
+def first_gradients(parts: Assembly) -> list[Slices]:
+    """A list that the next update, and none after it, puts the step's summed gradients into."""
+    first: list[Slices] = []
+    update = parts.optimizer.step
+
+    def keep_gradients(factor: float) -> None:
+        if not first:
+            first.append(plain(slices_of(parts.module, parts.optimizer.gradients())))
+        update(factor)
+
+    parts.optimizer.step = keep_gradients  # type: ignore[method-assign]
+    return first
+
+
 def record(rank: int, world: int, job: Job, sabotage: Sabotage | None = None) -> dict[str, Any]:
     """Three steps of a rank: its losses, norms, the first step's gradients and the last parameters, as slices."""
     if sabotage is not None:
         sabotage()
     torch.manual_seed(rank)  # nothing may depend on the global generator
     parts = toy_parts(job, rank)
-    first: list[Slices] = []
-    update = parts.optimizer.step
-
-    def keep_gradients(factor: float) -> None:
-        if not first:
-            first.append(_plain(slices_of(parts.module, parts.optimizer.gradients())))
-        update(factor)
-
-    parts.optimizer.step = keep_gradients  # type: ignore[method-assign]
+    first = first_gradients(parts)
     with smallest_margin(parts.module) if world == 1 else contextlib.nullcontext([]) as margins:
         results = list(run_steps(parts, 0, STEPS))
     assert min(margins, default=MARGIN) >= MARGIN, f"a tie ({min(margins)}): choose another seed"
@@ -84,11 +91,12 @@ def record(rank: int, world: int, job: Job, sabotage: Sabotage | None = None) ->
         "norms": [r.grad_norm for r in results],
         "weights": [r.weight for r in results],
         "gradients": first[0],
-        "state": _plain(state_slices(parts.module, None)),
+        "state": plain(state_slices(parts.module, None)),
     }
 
 
-def _plain(slices: list[Any]) -> Slices:
+def plain(slices: list[Any]) -> Slices:
+    """As numpy, which a rank can send."""
     return [(s.name, s.global_shape, s.global_offset, s.tensor.clone().numpy()) for s in slices]
 
 

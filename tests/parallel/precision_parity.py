@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from parallel.parity import whole
+from parallel.parity import first_gradients, plain, whole
 from ranks import run_ranks
 from train.toy import MODELS, run_steps, toy_job, toy_parts
 
 from bessemer.core.job import Job
 from bessemer.models.canonical import held
 from bessemer.models.quantise import histories
-from bessemer.train.state import slices_of, state_slices
+from bessemer.train.state import state_slices
 
 STEPS = 3
 Sabotage = Callable[[], None]
@@ -66,26 +66,14 @@ def record(rank: int, world: int, case: Case) -> dict[str, Any]:
     parts.module.compute_dtype = torch.float32
     if case.uneven:
         _make_uneven(parts.module)
-    first: list[Any] = []
-    update = parts.optimizer.step
-
-    def keep_gradients(factor: float) -> None:
-        if not first:
-            first.append(_plain(slices_of(parts.module, parts.optimizer.gradients())))
-        update(factor)
-
-    parts.optimizer.step = keep_gradients  # type: ignore[method-assign]
+    first = first_gradients(parts)
     results = list(run_steps(parts, 0, case.steps))
     return {
         "losses": [r.loss for r in results],
         "gradients": first[0],
-        "state": _plain(state_slices(parts.module, parts.optimizer)),
+        "state": plain(state_slices(parts.module, parts.optimizer)),
         "histories": {name: history.clone().numpy() for name, history in histories(parts.module)},
     }
-
-
-def _plain(slices: list[Any]) -> Any:
-    return [(s.name, s.global_shape, s.global_offset, s.tensor.clone().numpy()) for s in slices]
 
 
 @torch.no_grad()
