@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "bessemer"
 ROOMS = (
     "core", "plan", "runtime", "comm", "ops", "precision", "models", "parallel", "data", "keep", "infer", "train",
-    "inspect", "serve", "api", "cli",
+    "inspect", "lab", "serve", "api", "cli",
 )  # fmt: skip
 """A room may import only those before it, and itself."""
 EXTRAS = ("torch", "safetensors", "tokenizers", "xxhash", "pyarrow", "tensorboard", "transformers")

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bessemer.api import plan
+    from bessemer.api import lab, plan
     from bessemer.api._check import CheckResult, check
     from bessemer.api._eval import EvalResult, eval
     from bessemer.api._export import export
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from bessemer.api._train import Trained, train
 
 __all__ = [
-    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Trained", "check", "eval", "export", "generate", "ledger", "plan",
-    "train",
+    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Trained", "check", "eval", "export", "generate", "lab", "ledger",
+    "plan", "train",
 ]  # fmt: skip
 
 VERBS: dict[str, str] = {
@@ -33,7 +33,7 @@ VERBS: dict[str, str] = {
 }
 """Verb -> the module that holds the function of that name, in the order in which help lists them."""
 
-GROUPS: dict[str, str] = {"plan": "bessemer.api.plan"}
+GROUPS: dict[str, str] = {"plan": "bessemer.api.plan", "lab": "bessemer.api.lab"}
 """Group of verbs -> the module that has them, with a table `VERBS` of its own: `bessemer.api.plan.search(...)`."""
 
 _RESULTS = {"CheckResult": "check", "EvalResult": "eval", "Trained": "train"}

@@ -126,6 +126,14 @@ class PrecisionSection(Frozen):
     stochastic: bool = False  # gradients are rounded up or down by chance, so that their mean is right
     high_first: int = Field(default=0, ge=0)  # of the blocks the first ones that a quantised recipe leaves alone
     high_last: int = Field(default=0, ge=0)  # the last ones
+    smooth: bool = False  # Smooth-SwiGLU: a scale for each channel that enters a down projection
+    saved: Literal["compute", "fp8"] = "compute"  # what the blocks keep for the backward pass
+    gather: Literal["fp32", "bf16", "fp8"] = "fp32"  # the weights that sharded data parallelism gathers
+    dispatch: Literal["compute", "fp8"] = "compute"  # rows on their way to experts; results come back as computed
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"  # the optimizer's
+    emulate: bool = False  # a device without the recipe's matrix units may emulate it, many times slower
+    watch_every: int = Field(default=0, ge=0)  # steps between samples of what quantising did; 0: none
+    fall_back: bool = False  # a layer that the watch finds misbehaving goes on without quantising
 
 
 class KeepSection(Frozen):
@@ -232,6 +240,8 @@ class Job(Frozen):
             ("train", "recompute_layers"),
             ("train", "recompute_modules"),
             ("train", "recompute_gb"),
+            ("precision", "emulate"),
+            ("precision", "watch_every"),
         ):
             kept[section].pop(key)
         kept["train"]["warmup_steps"] = self.train.warmup  # a default that is written out changes nothing

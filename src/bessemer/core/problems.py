@@ -14,14 +14,15 @@ from bessemer.core.units import counted
 
 __all__ = ["problems"]
 
-_DELAYED, _QUANTISED = ("history", "amax", "margin"), ("high_first", "high_last", "stochastic")
+_DELAYED = ("history", "amax", "margin")
+_QUANTISED = ("high_first", "high_last", "stochastic", "smooth", "emulate", "watch_every", "fall_back")
 
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
     """The checks for which what they need could be read: `spec` and `machine` are None where it couldn't."""
-    found = [*_recipe(job, machine), *_recipe_fields(job)]
+    found = [*_recipe(job, machine), *_recipe_fields(job), *_switches(job)]
     if spec is not None:
-        found += [*_positions(job, spec), *_high_blocks(job, spec)]
+        found += [*_positions(job, spec), *_high_blocks(job, spec), *_model_switches(job, spec)]
     if machine is not None:
         found += _devices(job, machine)
     # Stages without layers have no memory to speak of: the layout's own check says so.
@@ -78,6 +79,49 @@ def _recipe_fields(job: Job) -> Iterator[Problem]:
             what = f'{name} = {shown} has no effect with recipe = "{known.name}"'
             why = "it belongs to another recipe, and would be silently ignored"
             yield _problem("ignored-setting", f"precision.{name}", what, why=why, fix=f"delete it, or {instead}")
+
+
+def _switches(job: Job) -> Iterator[Problem]:
+    """Fields that change what is kept, sent or remembered, where nothing is."""
+    section, known = job.precision, RECIPES.get(job.precision.recipe)
+    if known is None:
+        return
+    wide = f'recipe = "{known.name}"'
+    low = known.compute == "bf16"
+    rules = [
+        ("saved", "compute", known.quantised, wide, "a quantised recipe"),
+        ("gather", "fp32", job.layout.dp_shard != "none", 'dp_shard = "none"', 'layout.dp_shard = "full"'),
+        ("gather", "fp32", low, wide, "a recipe that computes in bf16"),
+        ("dispatch", "compute", low, wide, "a recipe that computes in bf16"),
+        ("moments", "fp32", job.train.optimizer == "adamw", 'optimizer = "muon"', 'train.optimizer = "adamw"'),
+        ("fall_back", False, section.watch_every > 0, "watch_every = 0", "precision.watch_every = 10"),
+    ]
+    if section.gather == "fp8":
+        rules.append(("gather", "fp32", known.quantised, wide, 'precision.gather = "bf16", or a quantised recipe'))
+    seen: set[str] = set()
+    for name, default, used, mode, instead in rules:
+        value = getattr(section, name)
+        if used or value == default or name in seen:
+            continue
+        seen.add(name)
+        shown = str(value).lower() if isinstance(value, bool) else f'"{value}"'
+        what = f"{name} = {shown} has no effect with {mode}"
+        why = "there is nothing that it could act on, and it would be silently ignored"
+        yield _problem("ignored-setting", f"precision.{name}", what, why=why, fix=f"delete it, or {instead}")
+
+
+def _model_switches(job: Job, spec: ModelSpec) -> Iterator[Problem]:
+    """Fields for parts that the model hasn't got."""
+    section = job.precision
+    if section.dispatch != "compute" and (spec.moe is None or job.layout.ep * job.layout.etp == 1):
+        what = f'dispatch = "{section.dispatch}", and no token travels to an expert'
+        why = "the model has no experts" if spec.moe is None else "layout.ep = layout.etp = 1: every rank has them all"
+        fix = "delete it" if spec.moe is None else "delete it, or layout.ep = 2 or more"
+        yield _problem("ignored-setting", "precision.dispatch", what, why=why, fix=fix)
+    if section.smooth and not spec.gated:
+        what = "smooth = true, and the model's feed-forward has no gate"
+        why = "only a product of two projections makes the outliers that Smooth-SwiGLU evens out"
+        yield _problem("ignored-setting", "precision.smooth", what, why=why, fix="delete it")
 
 
 def _high_blocks(job: Job, spec: ModelSpec) -> Iterator[Problem]:
