@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,22 @@ from bessemer.precision.numerics import Numerics
 from bessemer.precision.product import hadamard, working_dtype
 from bessemer.precision.scaled import TENSOR, Scaled, Scheme, quantise
 
-__all__ = ["ROLES", "QuantProducts"]
+__all__ = ["ROLES", "QuantProducts", "Watch"]
 
 ROLES = ("x", "weight", "grad")
+
+
+class Watch(Protocol):
+    """Looks at what a sampled call does. All tensors are this rank's own; nothing may be changed."""
+
+    def operand(self, role: str, place: int, x_RC: Tensor, made: Scaled) -> None:
+        """An operand before and after it was quantised; `place`: of the logical tensor in the weight (0 for x). A role
+        may come twice in a call, once along each dimension."""
+        ...
+
+    def result(self, x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor) -> None:
+        """What the forward product read, in high precision, and gave, the bias left out."""
+        ...
 
 
 class _Gradient(NamedTuple):
@@ -46,6 +59,9 @@ class QuantProducts:
     max(seen, amax), in place. generator: for recipes that round gradients stochastically.
     reduce: the elementwise maximum over all ranks that hold a part of the same tensors. It is called at most once
     for the result (x and weights together) and once for a gradient, by all of those ranks alike.
+    channels: float32 [I], powers of two: x is divided and the weight multiplied by them before they are quantised
+    (Smooth-SwiGLU); gradients are those of x and the weight. coded: keep x as its codes for wgrad also where that reads
+    it along the other dimension, for which it is then quantised a second time.
     """
 
     numerics: Numerics
@@ -56,6 +72,9 @@ class QuantProducts:
     seen: Tensor | None = None
     generator: torch.Generator | None = None
     reduce: Callable[[Tensor], Tensor] | None = None
+    channels: Tensor | None = None
+    coded: bool = False
+    watch: Watch | None = None
     _weight_amax: list[Tensor | None] = field(default_factory=list, init=False)
     _held: tuple[Tensor, _Gradient] | None = field(default=None, init=False)
 
@@ -66,10 +85,12 @@ class QuantProducts:
     def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """With one scale a tensor the codes of x are kept (a byte an element), otherwise x: wgrad needs it quantised
         along the other dimension. The weight is quantised again from its master in backward."""
-        rows, parts = x_TI.reshape(-1, x_TI.shape[-1]), self._parts(weight_OI, 0)
+        rows, parts = self._smoothed(x_TI.reshape(-1, x_TI.shape[-1])), self._weights(weight_OI)
         x_amax, *self._weight_amax = self._agreed([("x", rows, 0), *(("weight", w, p) for p, w in enumerate(parts))])
         qx = self._quantised("x", rows, x_amax)
-        weights = [self._quantised("weight", w, a) for w, a in zip(parts, self._weight_amax, strict=True)]
+        weights = [
+            self._quantised("weight", w, a, p) for p, (w, a) in enumerate(zip(parts, self._weight_amax, strict=True))
+        ]
         self._observe("x", [qx.amax] * len(parts))
         self._observe("weight", [w.amax for w in weights])
         work = working_dtype(self.dtype, qx, *weights)
@@ -79,7 +100,11 @@ class QuantProducts:
         else:
             y = product(qx.dequantise(work), wide_OI.t())
             y = (y if bias_O is None else y.add_(bias_O)).to(self.dtype)
-        kept = (qx.codes, qx.scale, qx.amax) if self._whole else (x_TI,)
+        if self.watch is not None:
+            self.watch.result(x_TI.reshape(-1, x_TI.shape[-1]), weight_OI, y if bias_O is None else y - bias_O)
+        kept: tuple[Tensor, ...] = (x_TI,)
+        if self._whole or self.coded:
+            kept = (qx.codes, qx.scale, qx.amax, *(() if qx.tensor_scale is None else (qx.tensor_scale,)))
         return y.view(*x_TI.shape[:-1], weight_OI.shape[0]), kept
 
     def gradient(self, grad_TO: Tensor, *, again: bool = False) -> _Gradient:
@@ -89,7 +114,9 @@ class QuantProducts:
         elif self._whole:
             parts = self._parts(grad_TO, 1)
             agreed = self._agreed([("grad", g, p) for p, g in enumerate(parts)])
-            made = _Gradient(None, [self._quantised("grad", g, a) for g, a in zip(parts, agreed, strict=True)])
+            made = _Gradient(
+                None, [self._quantised("grad", g, a, p) for p, (g, a) in enumerate(zip(parts, agreed, strict=True))]
+            )
             self._observe("grad", [q.amax for q in made.whole])
         else:
             made = _Gradient(grad_TO, [])
@@ -101,35 +128,56 @@ class QuantProducts:
         """g W [T, I]; the weight with scales along O, which square tiles have already."""
         sides = grad.whole
         if grad.rows is not None:
-            sides = [self._quantised("grad", g) for g in self._parts(grad.rows, 1)]
+            sides = [self._quantised("grad", g, None, p) for p, g in enumerate(self._parts(grad.rows, 1))]
             self._observe("grad", [q.amax for q in sides])
         turned = not self.numerics.weight.grain.symmetric
-        parts = [w.t().contiguous() if turned else w for w in self._parts(weight_OI, 0)]
-        weights = [self._quantised("weight", w, a) for w, a in zip(parts, self._weight_amax, strict=True)]
+        parts = [w.t().contiguous() if turned else w for w in self._weights(weight_OI)]
+        weights = [
+            self._quantised("weight", w, a, p) for p, (w, a) in enumerate(zip(parts, self._weight_amax, strict=True))
+        ]
         work = working_dtype(self.dtype, *sides, *weights)
         wide = [w.dequantise(work) for w in weights]
         wide_OI = _joined([w.t() for w in wide] if turned else wide, 0)
-        return product(_joined([g.dequantise(work) for g in sides], 1), wide_OI).to(self.dtype)
+        return self._smoothed(product(_joined([g.dequantise(work) for g in sides], 1), wide_OI).to(self.dtype))
 
     def weight_gradient(self, grad: _Gradient, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """g^T x [O, I] in `dtype`, summed over T."""
         if grad.rows is None:
-            codes, scale, seen = kept
-            qx = Scaled(codes, scale, None, seen, self.numerics.x)
+            qx = self._kept(kept)
             work = working_dtype(self.dtype, qx, *grad.whole)
             wide_TO = _joined([g.dequantise(work) for g in grad.whole], 1)
-            return (wide_TO.t() @ qx.dequantise(work)).to(self.dtype).to(dtype)
+            return self._roughened((wide_TO.t() @ qx.dequantise(work)).to(self.dtype).to(dtype))
         turned = [g.t().contiguous() for g in self._parts(grad.rows, 1)]
-        x_IT = kept[0].reshape(-1, kept[0].shape[-1]).t().contiguous()
+        x_TI = (
+            self._kept(kept).dequantise(self.dtype)
+            if self.coded
+            else self._smoothed(kept[0].reshape(-1, kept[0].shape[-1]))
+        )
+        x_IT = x_TI.t().contiguous()
         if self.numerics.hadamard:
             self._observe("grad", [amax(g) for g in turned])
             turned, x_IT = [hadamard(g) for g in turned], hadamard(x_IT)
-        sides, qx = [self._quantised("grad", g) for g in turned], self._quantised("x", x_IT)
+        sides, qx = [self._quantised("grad", g, None, p) for p, g in enumerate(turned)], self._quantised("x", x_IT)
         if not self.numerics.hadamard:
             self._observe("grad", [q.amax for q in sides])
         work = working_dtype(self.dtype, qx, *sides)
         wide_OT = _joined([g.dequantise(work) for g in sides], 0)
-        return (wide_OT @ qx.dequantise(work).t()).to(self.dtype).to(dtype)
+        return self._roughened((wide_OT @ qx.dequantise(work).t()).to(self.dtype).to(dtype))
+
+    def _kept(self, kept: tuple[Tensor, ...]) -> Scaled:
+        codes, scale, seen, *of_tensor = kept
+        return Scaled(codes, scale, of_tensor[0] if of_tensor else None, seen, self.numerics.x)
+
+    def _smoothed(self, x_TI: Tensor) -> Tensor:
+        """Divided by the channels: of x, and of its gradient, which is that of the quotient over them once more."""
+        return x_TI if self.channels is None else x_TI / self.channels.to(x_TI.dtype)
+
+    def _roughened(self, weight_OI: Tensor) -> Tensor:
+        """Multiplied by the channels: the weight, and its gradient likewise."""
+        return weight_OI if self.channels is None else weight_OI * self.channels.to(weight_OI.dtype)
+
+    def _weights(self, weight_OI: Tensor) -> Sequence[Tensor]:
+        return self._parts(self._roughened(weight_OI), 0)
 
     def _parts(self, x: Tensor, dim: int) -> Sequence[Tensor]:
         return [x] if self.sizes is None or len(self.sizes) == 1 else torch.split(x, list(self.sizes), dim)
@@ -146,10 +194,13 @@ class QuantProducts:
             past = agreed if past is None else torch.where(past == 0, agreed, past)
         return [None] * len(tensors) if past is None else list(past.unbind())
 
-    def _quantised(self, role: str, x_RC: Tensor, past: Tensor | None = None) -> Scaled:
+    def _quantised(self, role: str, x_RC: Tensor, past: Tensor | None = None, place: int = 0) -> Scaled:
         scheme: Scheme = getattr(self.numerics, role)
         rounding = self.generator if role == "grad" and self.numerics.stochastic else None
-        return quantise(x_RC, scheme, past=past, generator=rounding)
+        made = quantise(x_RC, scheme, past=past, generator=rounding)
+        if self.watch is not None:
+            self.watch.operand(role, place, x_RC, made)
+        return made
 
     def _observe(self, role: str, amaxes: list[Tensor]) -> None:
         if self.seen is not None:
