@@ -9,19 +9,21 @@ Legend: T tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from bessemer.core.errors import RequestError
 from bessemer.core.recipes import RECIPES, recipe
 from bessemer.precision.delayed import Choice
-from bessemer.precision.formats import E2M1, E4M3, E5M2, E8M0, INT8
+from bessemer.precision.formats import E2M1, E4M3, E5M2, E8M0, INT8, Format, float_format
 from bessemer.precision.scaled import ROW, TENSOR, Grain, Scheme
 
-__all__ = ["INT8_WEIGHT", "Numerics", "Shape", "numerics"]
+__all__ = ["BF16", "INT8_WEIGHT", "Numerics", "Shape", "emulated", "numerics"]
 
 INT8_WEIGHT = Scheme(INT8, ROW)
 """Weights alone, a scale per output."""
+
+BF16 = float_format(8, 7)
+"""What an operand has anyway where products run in bfloat16: the format of one that isn't to be quantised."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,6 @@ class Numerics:
     margin: int = 0
     stochastic: bool = False
     hadamard: bool = False
-
-    @property
-    def multiple(self) -> int:
-        """T, I and O must be multiples of it on a GPU: 16 for the tensor cores, and whole blocks."""
-        return math.lcm(16, max(self.x.grain.cols, 1), max(self.weight.grain.cols, 1))
-
-    def padded(self, shape: Shape) -> Shape:
-        """The sizes with each dimension rounded up to what the GPU paths take."""
-        tokens, inputs, outputs = (math.ceil(n / self.multiple) * self.multiple for n in vars(shape).values())
-        return Shape(tokens, inputs, outputs)
-
-    def odd(self, shape: Shape) -> list[str]:
-        """Why a GPU would refuse one of the three products, empty if none: decided from sizes alone, since a CPU
-        takes any."""
-        roles = {"tokens": "wgrad", "inputs": "forward", "outputs": "dgrad"}
-        return [
-            f"{name} = {size} is no multiple of {self.multiple}, over which {roles[name]} sums"
-            for name, size in vars(shape).items()
-            if size % self.multiple
-        ]
 
 
 _ROW = Scheme(E4M3, ROW)
@@ -98,3 +80,11 @@ def numerics(name: str, *, power_of_two: bool = True) -> Numerics:
         return found
     x, weight, grad = (replace(s, power_of_two=False) for s in (found.x, found.weight, found.grad))
     return replace(found, x=x, weight=weight, grad=grad)
+
+
+def emulated(x: Format, weight: Format, grad: Format = BF16, *, grain: Grain = TENSOR) -> Numerics:
+    """Any signed float formats (`formats.float_format`) for inputs, weights and gradients, each from its own amax, with
+    float32 scales that are powers of two. No device runs this; whether a layer is large enough to be quantised is
+    decided as for `fp8-current`. With one scale per tensor the backward pass reads the operands that forward read, which
+    is the straight-through estimator; other grains quantise again along the dimension that is summed over."""
+    return Numerics("fp8-current", Scheme(x, grain), Scheme(weight, grain), Scheme(grad, grain))
