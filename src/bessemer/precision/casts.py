@@ -72,7 +72,8 @@ def on_grid(x: Tensor, fmt: Format, generator: torch.Generator | None = None) ->
 def clamped_codes(x: Tensor, fmt: Format, generator: torch.Generator | None = None) -> Tensor:
     """Codes of float32 or bfloat16 x, saturating at +-max, Inf too: only for callers that look at amax first.
 
-    e4m3 and e5m2 keep NaN; codes of NaN in e2m1 and int8 mean nothing, so such a caller spoils their scale."""
+    e4m3, e5m2 and formats kept as values keep NaN; codes of NaN in e2m1 and int8 mean nothing, so such a caller spoils
+    their scale."""
     if fmt is INT8:
         if generator is None:
             return x.clamp(-fmt.max, fmt.max).round().to(torch.int8)
@@ -84,9 +85,11 @@ def clamped_codes(x: Tensor, fmt: Format, generator: torch.Generator | None = No
         if generator is not None:
             x = on_grid(x.float(), fmt, generator)
         return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
-    if fmt is not E2M1:
+    if fmt is E8M0:
         raise ValueError(f"{fmt.name} has no signed codes")
     grid = on_grid(x.float(), fmt, generator)
+    if fmt.dtype == torch.bfloat16:
+        return grid.to(fmt.dtype)
     size = grid.abs()
     normal = (size.view(torch.int32) >> 22) - (126 << 1)  # the two exponent bits and the mantissa bit
     code = torch.where(size >= 1, normal, (size * 2).to(torch.int32))
@@ -118,9 +121,11 @@ def encode(x: Tensor, fmt: Format, *, generator: torch.Generator | None = None) 
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32, scale: Tensor | None = None) -> Tensor:
-    """Values of the codes times one scale without dimensions, in `dtype`: one look-up an element.
+    """Values of the codes times one scale without dimensions, in `dtype`: one look-up an element, in memory of its own.
 
     Exact in bfloat16 for every format here but e8m0's 2^-127 neighbours, if the scale is a power of two."""
+    if fmt.dtype == torch.bfloat16:
+        return codes.to(dtype, copy=True) if scale is None else (codes.float() * scale).to(dtype)
     table = values(fmt, codes.device)
     table = (table if scale is None else table * scale).to(dtype)
     index = codes.reshape(-1).view(torch.uint8).to(torch.int32)

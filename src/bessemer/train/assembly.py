@@ -48,7 +48,7 @@ def quantising(job: Job) -> Quantising | None:
             margin=section.margin or 0,
         )
     found = replace(found, stochastic=found.stochastic or section.stochastic)
-    return Quantising(found, section.high_first, section.high_last)
+    return Quantising(found, section.high_first, section.high_last, smooth=section.smooth)
 
 
 @dataclass
@@ -64,9 +64,10 @@ class Assembly:
     step: Step
 
 
-def assemble(job: Job, spec: ModelSpec, mesh: Mesh) -> Assembly:
+def assemble(job: Job, spec: ModelSpec, mesh: Mesh, how: Quantising | None = None) -> Assembly:
     """What this rank holds of the job's model, laid over `mesh` and with an optimizer. No rank ever holds the model
-    whole: each makes its own share from the seed, or reads it from `model.weights`."""
+    whole: each makes its own share from the seed, or reads it from `model.weights`. `how`: what is quantised, if not
+    what the job's recipe says (experiments with formats that no recipe has)."""
     module = Decoder(spec, device="meta", split=split_of(job, spec, mesh), layers=held_layers(job, spec, mesh))
     module.compute_dtype = COMPUTE_DTYPES[job.precision.recipe]
     apply_recompute(module, job, mesh.at("pp"))
@@ -76,7 +77,7 @@ def assemble(job: Job, spec: ModelSpec, mesh: Mesh) -> Assembly:
     initialise(module, job.train.seed)
     if job.model.weights is not None:
         import_hf(module, user_path(job.model.weights))  # a checkpoint replaces it later
-    how = quantising(job)
+    how = how or quantising(job)
     if how is not None:
         quantise(module, how)
     parallel = DataParallel(module, mesh, job.layout.dp_shard)
