@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from bessemer.precision import Call, channel_scales, fold, numerics, quant_linear, smooth_linear
+from bessemer.ops.linear import linear
+from bessemer.precision import Call, QuantProducts, channel_scales, fold, numerics, quant_linear
 from bessemer.precision.outliers import amplified_layer, down_errors, relative_error
 
 
@@ -35,6 +37,10 @@ def test_folding_leaves_the_function_bitwise() -> None:
         assert torch.equal(folded_h @ folded_down.t(), h @ down_.t())
 
 
+def _smooth(h_TF: Tensor, down_DF: Tensor, recipe: str = "fp8-current") -> Tensor:
+    return linear(h_TF, down_DF, None, QuantProducts(numerics(recipe), h_TF.dtype, channels=channel_scales(h_TF)))
+
+
 def test_gradients_are_those_of_the_function() -> None:
     """In float32, so that only quantisation separates them; the loud channel is where plain scaling loses them."""
     h, down = amplified_layer(128, tokens=256, width=128, model=64)
@@ -42,8 +48,8 @@ def test_gradients_are_those_of_the_function() -> None:
     errors = {}
     for name in ("plain", "smooth"):
         h_, down_ = h.clone().requires_grad_(), down.clone().requires_grad_()
-        call = Call(numerics("fp8-current"))
-        y = quant_linear(h_, down_, None, call) if name == "plain" else smooth_linear(h_, down_, call)
+        plain = quant_linear(h_, down_, None, Call(numerics("fp8-current")))
+        y = plain if name == "plain" else _smooth(h_, down_)
         y.backward(g)
         quiet = h_.grad[:, 2:], down_.grad[:, 2:]
         errors[name] = [
@@ -60,5 +66,5 @@ def test_scales_of_odd_channels() -> None:
     scales = channel_scales(h)
     assert scales[:3].tolist() == [1.0, 4.0, 4.0] and scales[3].isnan()
     assert channel_scales(torch.zeros(0, 3)).tolist() == [1.0] * 3
-    y = smooth_linear(h, torch.ones(2, 4), Call(numerics("fp8-current")))
+    y = _smooth(h, torch.ones(2, 4))
     assert y.isnan().any()

@@ -78,17 +78,17 @@ class Projection(nn.Module):
         self.quantised: Quantised | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        split, how = self.compute.split, self._how()
+        split, how = self.compute.split, self._how(x)
         if self.part == "columns":
             return split.tensor.columns(x, self.weight, self.bias, how)
         if self.part == "rows":
             return split.tensor.rows(x, self.weight, self.bias, how)
         return ops.linear(x, self.weight, self.bias, how)
 
-    def _how(self) -> How:
+    def _how(self, x: Tensor) -> How:
         if self.quantised is None:
             return self.compute.dtype
-        return self.quantised.products(self.compute.dtype, self.compute.split.sequence)
+        return self.quantised.products(x, self.compute.dtype, self.compute.split)
 
 
 class Norm(nn.Module):

@@ -46,11 +46,12 @@ _TOKENS = 4096  # of a micro-batch, for the choice: so many that only the weight
 
 @dataclass(frozen=True)
 class Quantising:
-    """A recipe and how many of the first and last blocks it leaves alone."""
+    """A recipe, how many of the first and last blocks it leaves alone, and whether down projections are smooth."""
 
     numerics: Numerics
     high_first: int = 0
     high_last: int = 0
+    smooth: bool = False
 
 
 @functools.lru_cache(maxsize=8)
@@ -96,8 +97,13 @@ def quantise(model: Decoder, how: Quantising) -> None:
         for local, module in block.named_modules():
             if isinstance(module, Projection) and not kept[layer, local]:
                 own = names[f"{params[id(module)]}.weight"]
-                device = module.weight.device
-                module.quantised = Quantised(how.numerics, tuple(n for n, _ in own), tuple(r for _, r in own), device)
+                module.quantised = Quantised(
+                    how.numerics,
+                    tuple(name for name, _ in own),
+                    tuple(rows for _, rows in own),
+                    module.weight.device,
+                    smooth=how.smooth and local.endswith(".down"),
+                )
     refresh_amax(model)
 
 

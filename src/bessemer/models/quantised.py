@@ -8,8 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bessemer.models.split import SequenceSplit
-from bessemer.precision import Numerics, QuantProducts, advance, keyed_generator, reference_amax
+from bessemer.models.split import Split
+from bessemer.precision import (
+    ROLES,
+    Numerics,
+    QuantProducts,
+    advance,
+    channel_scales,
+    keyed_generator,
+    reference_amax,
+)
 
 __all__ = ["Quantised"]
 
@@ -17,7 +25,8 @@ __all__ = ["Quantised"]
 class Quantised(nn.Module):
     """Makes the products of a projection's calls, and keeps the states of delayed recipes (others have none).
 
-    names: of the logical tensors in the weight's rows, in order; sizes: how many rows each has on this rank.
+    names: of the logical tensors in the weight's rows, in order; sizes: how many rows each has on this rank; smooth:
+    the input is divided by a power of two per channel (Smooth-SwiGLU), found anew in each call.
     Buffers: `history` float32 [P, 3, H], the newest first; `seen` float32 [P, 3], the amaxes of the step so far. Within
     a step the history doesn't change, so that recomputing and putting off give the same bits.
     """
@@ -26,10 +35,16 @@ class Quantised(nn.Module):
     seen: Tensor
 
     def __init__(
-        self, numerics: Numerics, names: tuple[str, ...], sizes: tuple[int, ...], device: torch.device
+        self,
+        numerics: Numerics,
+        names: tuple[str, ...],
+        sizes: tuple[int, ...],
+        device: torch.device,
+        *,
+        smooth: bool = False,
     ) -> None:
         super().__init__()
-        self.numerics, self.names, self.sizes = numerics, names, sizes
+        self.numerics, self.names, self.sizes, self.smooth = numerics, names, sizes, smooth
         self.past: Tensor | None = None
         self.known = False
         self.key: tuple[int, ...] = ()
@@ -44,15 +59,18 @@ class Quantised(nn.Module):
         whether none of it is 0."""
         roles = [reference_amax(past, self.numerics.choice, self.numerics.margin) for past in self.history]
         self.past = torch.stack(roles)
+        if self.smooth:  # the weight is multiplied by channels that change from call to call: its own amax counts
+            self.past[:, ROLES.index("weight")] = 0
         return self.past
 
     def advance(self, seen: Tensor) -> None:
         """At the commit of a step: seen float32 [P, 3] over all ranks."""
         self.history.copy_(torch.stack([advance(h, s) for h, s in zip(self.history, seen, strict=True)]))
 
-    def products(self, dtype: torch.dtype, ranks: SequenceSplit) -> QuantProducts:
-        """Of one call. Without gradients, as in an evaluation, nothing is noted. Each of the ranks draws for itself
-        what its gradients are rounded by, in the call's own generator: so recomputing changes no draw."""
+    def products(self, x: Tensor, dtype: torch.dtype, split: Split) -> QuantProducts:
+        """Of one call with input x [..., I]. Without gradients, as in an evaluation, nothing is noted. Each rank draws
+        for itself what its gradients are rounded by, in the call's own generator: so recomputing changes no draw."""
+        ranks = split.sequence
         noted = self.numerics.delayed and torch.is_grad_enabled()
         generator = None
         if self.numerics.stochastic and torch.is_grad_enabled() and self._device.type != "meta":
@@ -66,4 +84,9 @@ class Quantised(nn.Module):
             seen=self.seen if noted else None,
             generator=generator,
             reduce=None if ranks.degree == 1 else ranks.largest,
+            channels=self._channels(x, split) if self.smooth else None,
         )
+
+    def _channels(self, x: Tensor, split: Split) -> Tensor:
+        """Of all tokens of the micro-batch: ranks of tensor parallelism hold all of them, each of its own channels."""
+        return channel_scales(x, None if split.context.degree == 1 else split.context.largest)

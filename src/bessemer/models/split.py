@@ -100,6 +100,10 @@ class ContextSplit:
         """
         return ops.attend(q_BHSE, k_BKSE, v_BKSE, starts)
 
+    def largest(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over these ranks. Not differentiated; every one of them calls it alike."""
+        return values
+
 
 class SequenceSplit:
     """The ranks that share the sequences of a micro-batch, and with them each tensor of its products: those of context

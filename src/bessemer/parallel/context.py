@@ -70,6 +70,12 @@ class ContextParallel(ContextSplit):
             return out
         return _by_heads(q_BHSE, k_BKSE, v_BKSE, starts, self._ranks)
 
+    def largest(self, values: Tensor) -> Tensor:
+        """One all-reduce, on a copy."""
+        agreed = values.detach().clone()
+        comm.all_reduce(agreed, group=self._ranks.group, op=dist.ReduceOp.MAX)
+        return agreed
+
 
 def _gathered_blocks(
     pieces_2BHPE: Tensor, own_2Z: Tensor, starts_BN: Tensor | None, form: Packed, ranks: Ranks

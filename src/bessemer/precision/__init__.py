@@ -8,7 +8,7 @@ from bessemer.precision.numerics import INT8_WEIGHT, Numerics, Shape, numerics
 from bessemer.precision.product import multiply, promoted
 from bessemer.precision.products import QuantProducts
 from bessemer.precision.scaled import Grain, Scaled, Scheme, quantise
-from bessemer.precision.smooth import channel_scales, fold, smooth_linear
+from bessemer.precision.smooth import channel_scales, fold
 
 __all__ = [
     "FORMATS",
@@ -36,6 +36,5 @@ __all__ = [
     "quant_linear",
     "quantise",
     "reference_amax",
-    "smooth_linear",
     "unpack",
 ]
