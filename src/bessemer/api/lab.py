@@ -7,7 +7,10 @@ from typing import Any
 
 __all__ = ["VERBS"]
 
-VERBS: dict[str, str] = {}
+VERBS: dict[str, str] = {
+    "formats": "bessemer.api._lab_formats",
+    "parity": "bessemer.api._lab_parity",
+}
 """Verb -> the module that holds the function of that name (with _ for -), in the order in which help lists them."""
 
 
