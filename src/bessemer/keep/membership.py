@@ -1,0 +1,364 @@
+"""Who takes part in a run, and which steps are true: the coordinator's decisions without sockets, clocks or torch.
+
+A *group* is one full copy of the model, the unit of failure; it has `block` ranks, each at its *place*. Groups are
+spare, joining (in the sums with a zero contribution, while a snapshot of its state travels) or active. An *epoch* is
+one set of active and joining groups; their sums across groups belong to it. A step becomes true by its commit here and
+by nothing else.
+
+    step s of epoch e:   shares dealt -> each rank votes once it has the sum -> all voted: commit(s), next shares
+    a group is lost:     epoch e + 1 for the same step: survivors keep what they have and take over what is missing
+    planned changes:     a spare joins, a joiner becomes active, a group is released: at a commit, where nothing is lost
+
+Every method notes what happened; `decide` returns the messages that follow, each for one rank:
+
+    epoch   {term, epoch, step, active, joining, shares: {group: [unit]}, joins: {group: {donor, step}}}
+            step: how many are committed; a rank that stands one behind and has voted applies its sum first.
+    commit  {term, epoch, step, next: epoch or None, finished}       step: how many are committed now
+    fenced  {why}      this rank is no part of the run any more      released {}      a wish to leave is granted
+    failed  {code, message}                                          the run can't go on
+Legend of names: a group's name is a number that never comes back to another group while this one lives; its
+incarnation tells processes under the same name apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bessemer.data.cursor import deal
+
+__all__ = ["Group", "Membership", "Message", "Report"]
+
+
+@dataclass
+class Group:
+    """What is known of a group. `here`: the places whose ranks have come; `synced`: those that have caught up."""
+
+    name: int
+    incarnation: int
+    step: int | None  # at which its state stands as it came; None: it has none
+    here: set[int] = field(default_factory=set)
+    state: Literal["forming", "spare", "joining", "active"] = "forming"
+    synced: set[int] = field(default_factory=set)
+    leaving: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells a coordinator that takes over. share: its units of the step after `step`, if it had any."""
+
+    group: int
+    incarnation: int
+    place: int
+    state: Literal["forming", "spare", "joining", "active"]
+    epoch: int
+    step: int
+    share: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Message:
+    group: int
+    place: int
+    record: dict[str, Any]
+
+
+class Membership:
+    """`replicas`: active groups that are wanted; `minimum`: fewer commit nothing; `units_of`: how many units a step
+    (from 0) has; `steps`: of the whole run. `step`: how many are committed."""
+
+    def __init__(
+        self,
+        *,
+        replicas: int,
+        block: int,
+        steps: int,
+        units_of: Callable[[int], int],
+        minimum: int = 1,
+        term: int = 1,
+        step: int = 0,
+    ) -> None:
+        self.replicas, self.block, self.steps, self.minimum = replicas, block, steps, minimum
+        self.term, self.epoch, self.step = term, 0, step
+        self.groups: dict[int, Group] = {}
+        self.shares: dict[int, list[int]] = {}
+        self.begun = False
+        self._units_of = units_of
+        self._joins: dict[int, tuple[int, int, int]] = {}  # joiner -> donor, its incarnation, the step of the snapshot
+        self._votes: dict[tuple[int, int], str] = {}
+        self._lost: list[Group] = []  # of the epoch, since it was formed
+        self._held = False  # a lost group had voted: the others' votes may still make the step true
+        self._out: list[Message] = []
+
+    # ---- what happened
+
+    @property
+    def active(self) -> list[int]:
+        return self._in("active")
+
+    @property
+    def joining(self) -> list[int]:
+        return self._in("joining")
+
+    @property
+    def spare(self) -> list[int]:
+        return self._in("spare")
+
+    def arrived(self, name: int, incarnation: int, place: int, step: int | None) -> None:
+        """A rank said hello; `step` is where its state stands, None if it has none yet."""
+        group = self.groups.get(name)
+        if group is None:
+            group = self.groups[name] = Group(name, incarnation, step)
+        if group.incarnation != incarnation or place in group.here or not 0 <= place < self.block:
+            self._tell(name, [place], {"kind": "fenced", "why": f"group {name} is another one by now"})
+            return
+        group.here.add(place)
+        if group.step != step:
+            group.step = None
+        if len(group.here) == self.block:
+            group.state = "spare"
+
+    def voted(self, name: int, place: int, epoch: int, step: int, digest: str) -> None:
+        """A rank has the sum of step `step` (from 0) and would apply it. `digest`: of what all groups must have alike
+        at this place. A vote for another epoch or step is of no account."""
+        group = self.groups.get(name)
+        if group is not None and epoch == self.epoch and step == self.step and group.state in ("active", "joining"):
+            self._votes[name, place] = digest
+
+    def stuck(self, epoch: int) -> None:
+        """A rank's sum failed: nobody need wait for its vote any more."""
+        if epoch == self.epoch:
+            self._held = False
+
+    def synced(self, name: int, place: int) -> None:
+        """A joiner's rank stands where the active ones stand."""
+        group = self.groups.get(name)
+        if group is not None and group.state == "joining":
+            group.synced.add(place)
+
+    def lost(self, name: int, incarnation: int) -> None:
+        """A rank of the group has died, was fenced or fell silent: so the group as a whole is gone."""
+        group = self.groups.get(name)
+        if group is None or group.incarnation != incarnation:
+            return
+        del self.groups[name]
+        if group.state in ("active", "joining"):
+            whole = all((name, place) in self._votes for place in range(self.block))
+            self._held = whole and (self._held or not self._lost)
+            self._lost.append(group)
+
+    def leave(self, name: int) -> None:
+        """The group asks to be let go: it is, at the next commit, as long as others are left."""
+        if name in self.groups:
+            self.groups[name].leaving = True
+
+    # ---- what follows
+
+    def decide(self, *, force: bool = False) -> list[Message]:
+        """Messages that follow from what happened since. `force`: a step that might still come true by the votes of
+        the survivors alone is waited for no longer."""
+        if not self.begun:
+            self._begin()
+        elif self._lost and not (self._held and not force and not self._all_voted()):
+            self._settle_losses()
+        if self.begun and not self._lost and self.active:
+            parked = len(self.active) < self.minimum
+            if parked and self._change_members():
+                self._form_epoch()
+            elif not parked and self._all_voted():
+                self._commit()
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def waiting(self) -> bool:
+        """Whether losses wait for `decide(force=True)`."""
+        return bool(self._lost)
+
+    def _in(self, state: str) -> list[int]:
+        return sorted(g.name for g in self.groups.values() if g.state == state)
+
+    def _tell(self, name: int, places: Iterable[int], record: dict[str, Any]) -> None:
+        self._out += [Message(name, place, record) for place in places]
+
+    def _tell_members(self, record: dict[str, Any]) -> None:
+        for name in self.active + self.joining:
+            self._tell(name, range(self.block), record)
+
+    def _begin(self) -> None:
+        ready = [self.groups[name] for name in self.spare if self.groups[name].step is not None]
+        if len(ready) < self.replicas:
+            return
+        steps = {group.step for group in ready}
+        if len(steps) > 1:
+            shown = ", ".join(f"group {g.name} at step {g.step}" for g in ready)
+            text = f"the groups don't start from the same state: {shown}"
+            for group in ready:
+                self._tell(group.name, range(self.block), {"kind": "failed", "code": "start-differs", "message": text})
+            return
+        self.step = next(iter(steps)) or 0
+        self.begun = True
+        for group in ready[: self.replicas]:
+            group.state = "active"
+        self._deal()
+        self._form_epoch()
+
+    def _deal(self) -> None:
+        """Shares of the next step, over the active groups."""
+        active = self.active
+        units = self._units_of(self.step) if self.step < self.steps else 0
+        dealt = deal(self.step, units, len(active)) if active else []
+        self.shares = dict(zip(active, dealt, strict=True))
+
+    def _settle_losses(self) -> None:
+        """If all that live have voted, and so had the lost, the step is true; else it is done again for what is
+        missing, by the survivors."""
+        if self._held and self._all_voted():
+            self._lost.clear()
+            if self.active:
+                self._commit(always_epoch=True)
+                return
+        self._lost.clear()
+        self._held = False
+        active = self.active
+        if not active:
+            text = "no group is left that holds the state"
+            for name in self.joining + self.spare:
+                self._tell(name, range(self.block), {"kind": "failed", "code": "stranded", "message": text})
+            return
+        missing = sorted(u for name, units in self.shares.items() if name not in active for u in units)
+        self.shares = {name: self.shares[name] for name in active}
+        for name, places in zip(active, deal(self.step, len(missing), len(active)), strict=True):
+            self.shares[name] = self.shares[name] + [missing[i] for i in places]
+        if len(active) < self.minimum:
+            self._change_members()
+        self._form_epoch()
+
+    def _all_voted(self) -> bool:
+        members = self.active + self.joining
+        return bool(members) and all((name, place) in self._votes for name in members for place in range(self.block))
+
+    def _commit(self, *, always_epoch: bool = False) -> None:
+        wrong = self._outvoted()
+        if wrong is None:
+            text = f"the groups don't agree on the sum of step {self.step + 1}, and no majority says which is right"
+            self._tell_members({"kind": "failed", "code": "sums-differ", "message": text})
+            return
+        if wrong:
+            for name in wrong:
+                why = f"its sum of step {self.step + 1} differs from that of the majority"
+                self._tell(name, range(self.block), {"kind": "fenced", "why": why})
+                self.lost(name, self.groups[name].incarnation)
+            self._held = False
+            self._settle_losses()
+            return
+        self.step += 1
+        self._votes.clear()
+        before = self.active + self.joining
+        finished = self.step >= self.steps
+        changed = not finished and self._change_members()
+        self._deal()
+        record: dict[str, Any] = {"kind": "commit", "term": self.term, "epoch": self.epoch, "step": self.step}
+        record |= {"finished": finished, "next": None}
+        if changed or always_epoch:
+            record["next"] = self._next_epoch()
+        for name in before:
+            self._tell(name, range(self.block), record)
+        for name in [n for n in before if n in self.groups and self.groups[n].state == "spare"]:
+            del self.groups[name]
+            self._tell(name, range(self.block), {"kind": "released"})
+        if record["next"] is not None:
+            for name in [n for n in self.joining if n not in before]:
+                self._tell(name, range(self.block), record["next"])
+
+    def _outvoted(self) -> list[int] | None:
+        """Groups with another digest than most have at the same place; None where no strict majority agrees."""
+        wrong: set[int] = set()
+        for place in range(self.block):
+            digests = {name: self._votes[name, place] for name in self.active + self.joining}
+            kinds = set(digests.values())
+            if len(kinds) == 1:
+                continue
+            best = max(kinds, key=list(digests.values()).count)
+            if 2 * list(digests.values()).count(best) <= len(digests):
+                return None
+            wrong |= {name for name, digest in digests.items() if digest != best}
+        return sorted(wrong)
+
+    def _change_members(self) -> bool:
+        """Planned changes, where no work is under way: whether there were any."""
+        changed = False
+        for name in self.joining:
+            if len(self.groups[name].synced) == self.block:
+                self.groups[name].state, changed = "active", True
+                self._joins.pop(name)
+        for name in self.active[::-1]:
+            group, others = self.groups[name], len(self.active) - 1
+            if (group.leaving and others >= 1) or len(self.active) > self.replicas:
+                group.state, changed = "spare", True  # until the commit has told it
+                group.step = None
+        for name in self.spare:
+            group = self.groups[name]
+            if group.leaving or len(self.active) + len(self.joining) >= self.replicas:
+                continue
+            group.state, changed = "joining", True
+            group.synced.clear()
+        return changed
+
+    def _form_epoch(self) -> None:
+        self._tell_members(self._next_epoch())
+
+    def _next_epoch(self) -> dict[str, Any]:
+        self.epoch += 1
+        self._votes.clear()
+        active = self.active
+        for i, name in enumerate(self.joining):
+            donor, incarnation, _ = self._joins.get(name, (-1, -1, 0))
+            if donor not in active or self.groups[donor].incarnation != incarnation:
+                donor = active[(name + i) % len(active)]
+                self._joins[name] = (donor, self.groups[donor].incarnation, self.step)
+                self.groups[name].synced.clear()
+        self._joins = {name: join for name, join in self._joins.items() if name in self.groups}
+        return {
+            "kind": "epoch",
+            "term": self.term,
+            "epoch": self.epoch,
+            "step": self.step,
+            "active": active,
+            "joining": self.joining,
+            "shares": {str(name): units for name, units in self.shares.items()},
+            "joins": {str(n): {"donor": donor, "step": step} for n, (donor, _, step) in self._joins.items()},
+        }
+
+    # ---- taking over
+
+    @classmethod
+    def recovered(cls, reports: Iterable[Report], **shape: Any) -> Membership:
+        """The membership as the ranks report it to a coordinator of a new term: groups of which every rank has come.
+
+        The highest step that any of them has counts as committed: all have voted for it. What nobody reports of the
+        step after it is dealt anew. `shape`: the arguments of the class, `term` above all earlier ones."""
+        found = cls(**shape)
+        reports = list(reports)
+        found.begun = any(r.state in ("active", "joining") for r in reports)
+        found.epoch = max((r.epoch for r in reports), default=0)
+        found.step = max((r.step for r in reports if r.state == "active"), default=found.step)
+        for report in reports:
+            blank = report.state in ("spare", "joining")
+            found.arrived(report.group, report.incarnation, report.place, None if blank else report.step)
+        for name, group in list(found.groups.items()):
+            if len(group.here) < found.block:
+                continue
+            group.state = "active" if all(r.state == "active" for r in reports if r.group == name) else "spare"
+        kept = {r.group: list(r.share) for r in reports if r.state == "active" and r.step == found.step}
+        found.shares = {name: kept.get(name, []) for name in found.active}
+        taken = {u for units in found.shares.values() for u in units}
+        units = found._units_of(found.step) if found.step < found.steps else 0
+        missing = [u for u in range(units) if u not in taken]
+        active = found.active
+        for name, places in zip(active, deal(found.step, len(missing), len(active)) if active else [], strict=True):
+            found.shares[name] += [missing[i] for i in places]
+        if found.begun and active:
+            found._form_epoch()
+        return found
