@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from bessemer.core.units import format_bytes, format_seconds
 from bessemer.plan.stages import Lanes
 
-__all__ = ["escape", "front_chart", "memory_chart", "share_bar", "timeline_chart", "ticks"]
+__all__ = ["WIDTH", "axis_text", "escape", "front_chart", "memory_chart", "share_bar", "ticks", "timeline_chart"]
 
 WIDTH = 1120
 NUM_COLOURS = 12
@@ -44,7 +44,8 @@ def _rect(kind: str, box: tuple[float, float, float, float], title: str) -> str:
     return f'<rect class="{kind}" {place}><title>{title}</title></rect>'
 
 
-def _axis(x: float, y: float, anchor: str, text: str) -> str:
+def axis_text(x: float, y: float, anchor: str, text: str) -> str:
+    """A label of an axis; `text` is escaped already, `anchor` one of start, middle and end."""
     return f'<text class="axis" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
 
 
@@ -79,7 +80,7 @@ def timeline_chart(lanes: Lanes) -> str:
     marks: list[str] = []
     for rank, bars in enumerate(lanes.lanes):
         y = rank * (lane + gap)
-        marks.append(_axis(left - 8, y + lane * 0.7, "end", f"rank {rank}"))
+        marks.append(axis_text(left - 8, y + lane * 0.7, "end", f"rank {rank}"))
         marks.append(f'<rect class="idle" x="{left}" y="{y}" width="{WIDTH - left}" height="{lane}"/>')
         for kind, words in KIND_NAMES.items():
             paths = []
@@ -95,7 +96,7 @@ def timeline_chart(lanes: Lanes) -> str:
                 marks.append(f'<path class="k{kind}" d="{"".join(paths)}"><title>{title}</title></path>')
     for at in ticks(lanes.start_s, lanes.end_s, 8):
         x = left + (at - lanes.start_s) * scale
-        marks.append(_axis(x, height + 14, "middle", format_seconds(at) if at else "0"))
+        marks.append(axis_text(x, height + 14, "middle", format_seconds(at) if at else "0"))
         marks.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
     present = {b.kind for bars in lanes.lanes for b in bars if b.end_s > b.start_s}
     keys = "".join(f'<span><i class="key k{k}"></i>{name}</span>' for k, name in KIND_NAMES.items() if k in present)
@@ -118,7 +119,7 @@ def memory_chart(stages: Sequence[Mapping[str, float]], limit: float | None) -> 
     for at in ticks(0, top / 2**30, 5):
         y = height * (1 - at * 2**30 / top)
         marks.append(f'<line class="grid" x1="{left}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        marks.append(_axis(left - 8, y + 4, "end", f"{at:g} GiB"))
+        marks.append(axis_text(left - 8, y + 4, "end", f"{at:g} GiB"))
     for rank, stage in enumerate(stages):
         x, y = left + column * (rank + 0.5) - width / 2, float(height)
         for i, name in enumerate(names):
@@ -128,11 +129,11 @@ def memory_chart(stages: Sequence[Mapping[str, float]], limit: float | None) -> 
             box = (x, y, width, max(size - 0.5, 0.0))
             marks.append(_rect(f"c{min(i, NUM_COLOURS - 1)}", box, title))
         if column > 24:
-            marks.append(_axis(x + width / 2, height + 16, "middle", str(rank)))
+            marks.append(axis_text(x + width / 2, height + 16, "middle", str(rank)))
     if limit is not None:
         y = height * (1 - limit / top)
         marks.append(f'<line class="limit" x1="{left}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        marks.append(_axis(WIDTH, y - 5, "end", f"device {format_bytes(limit)}"))
+        marks.append(axis_text(WIDTH, y - 5, "end", f"device {format_bytes(limit)}"))
     keys = "".join(
         f'<span><i class="key c{min(i, NUM_COLOURS - 1)}"></i>{escape(n.replace("_", " "))}</span>'
         for i, n in enumerate(names)
@@ -153,15 +154,15 @@ def front_chart(points: Sequence[tuple[float, float, str]], limit: float | None)
     for at in ticks(0, top / 2**30, 5):
         y = height * (1 - at * 2**30 / top)
         marks.append(f'<line class="grid" x1="{left}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        marks.append(_axis(left - 8, y + 4, "end", f"{at:g} GiB"))
+        marks.append(axis_text(left - 8, y + 4, "end", f"{at:g} GiB"))
     for i in range(7):
         tick = low * (high / low) ** (i / 6)
         anchor = "end" if i == 6 else "middle"
-        marks.append(_axis(place(tick), height + 16, anchor, format_seconds(tick)))
+        marks.append(axis_text(place(tick), height + 16, anchor, format_seconds(tick)))
     if limit is not None:
         y = height * (1 - limit / top)
         marks.append(f'<line class="limit" x1="{left}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        marks.append(_axis(WIDTH, y - 5, "end", f"device {format_bytes(limit)}"))
+        marks.append(axis_text(WIDTH, y - 5, "end", f"device {format_bytes(limit)}"))
     line = " ".join(f"{place(s):.1f},{height * (1 - b / top):.1f}" for s, b, _ in points)
     marks.append(f'<polyline class="front" points="{line}"/>')
     for seconds, size, words in points:
