@@ -52,6 +52,7 @@ class Quantising:
     high_first: int = 0
     high_last: int = 0
     smooth: bool = False
+    fall_back: bool = False  # what the watch finds misbehaving goes on without quantising
 
 
 @functools.lru_cache(maxsize=8)
@@ -103,6 +104,7 @@ def quantise(model: Decoder, how: Quantising) -> None:
                     tuple(rows for _, rows in own),
                     module.weight.device,
                     smooth=how.smooth and local.endswith(".down"),
+                    falls_back=how.fall_back,
                 )
     refresh_amax(model)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bessemer.models.split import Split
+from bessemer.ops.linear import How
 from bessemer.precision import (
     ROLES,
     Numerics,
@@ -18,6 +19,7 @@ from bessemer.precision import (
     keyed_generator,
     reference_amax,
 )
+from bessemer.precision.watch import TensorWatch
 
 __all__ = ["Quantised"]
 
@@ -26,13 +28,16 @@ class Quantised(nn.Module):
     """Makes the products of a projection's calls, and keeps the states of delayed recipes (others have none).
 
     names: of the logical tensors in the weight's rows, in order; sizes: how many rows each has on this rank; smooth:
-    the input is divided by a power of two per channel (Smooth-SwiGLU), found anew in each call.
+    the input is divided by a power of two per channel (Smooth-SwiGLU), found anew in each call; falls_back: it
+    may go on without quantising (`models.watched`), and then is `fallen`. `watch`: counts, on sampled steps.
     Buffers: `history` float32 [P, 3, H], the newest first; `seen` float32 [P, 3], the amaxes of the step so far. Within
-    a step the history doesn't change, so that recomputing and putting off give the same bits.
+    a step the history doesn't change, so that recomputing and putting off give the same bits. `trouble` float32 [P, 2]
+    of one that may fall back: samples in a row with trouble, and the step after which it fell back or 0.
     """
 
     history: Tensor
     seen: Tensor
+    trouble: Tensor
 
     def __init__(
         self,
@@ -42,14 +47,19 @@ class Quantised(nn.Module):
         device: torch.device,
         *,
         smooth: bool = False,
+        falls_back: bool = False,
     ) -> None:
         super().__init__()
         self.numerics, self.names, self.sizes, self.smooth = numerics, names, sizes, smooth
+        self.watch: TensorWatch | None = None
+        self.falls_back, self.fallen = falls_back, False
         self.past: Tensor | None = None
         self.known = False
         self.key: tuple[int, ...] = ()
         """What the draws of stochastic rounding depend on beside the name: seed, step, micro-batch."""
-        self._device = device
+        self.device = device
+        if falls_back:
+            self.register_buffer("trouble", torch.zeros(len(names), 2, device=device))
         if numerics.delayed:
             self.register_buffer("history", torch.zeros(len(names), 3, numerics.history, device=device))
             self.register_buffer("seen", torch.zeros(len(names), 3, device=device))
@@ -67,14 +77,16 @@ class Quantised(nn.Module):
         """At the commit of a step: seen float32 [P, 3] over all ranks."""
         self.history.copy_(torch.stack([advance(h, s) for h, s in zip(self.history, seen, strict=True)]))
 
-    def products(self, x: Tensor, dtype: torch.dtype, split: Split) -> QuantProducts:
+    def products(self, x: Tensor, dtype: torch.dtype, split: Split) -> How:
         """Of one call with input x [..., I]. Without gradients, as in an evaluation, nothing is noted. Each rank draws
         for itself what its gradients are rounded by, in the call's own generator: so recomputing changes no draw."""
+        if self.fallen:
+            return dtype
         ranks = split.sequence
         noted = self.numerics.delayed and torch.is_grad_enabled()
         generator = None
-        if self.numerics.stochastic and torch.is_grad_enabled() and self._device.type != "meta":
-            generator = keyed_generator(*self.key, self.names[0], ranks.rank, device=self._device)
+        if self.numerics.stochastic and torch.is_grad_enabled() and self.device.type != "meta":
+            generator = keyed_generator(*self.key, self.names[0], ranks.rank, device=self.device)
         return QuantProducts(
             self.numerics,
             dtype,
@@ -85,6 +97,7 @@ class Quantised(nn.Module):
             generator=generator,
             reduce=None if ranks.degree == 1 else ranks.largest,
             channels=self._channels(x, split) if self.smooth else None,
+            watch=self.watch if torch.is_grad_enabled() else None,
         )
 
     def _channels(self, x: Tensor, split: Split) -> Tensor:

@@ -16,6 +16,7 @@ three roles x, weight, grad; S sums, M maxima, B bins.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +53,15 @@ _LEAST = -1e30  # below every maximum; finite, so that a table can be printed an
 
 @dataclass
 class Window:
-    """Shared by the watches of a model: whether a forward pass runs now, and not one that is made again for backward."""
+    """Shared by the watches of a model; open while a forward pass runs, and not one that is made again for backward."""
 
     forward: bool = False
+
+    def __enter__(self) -> None:
+        self.forward = True
+
+    def __exit__(self, *_error: object) -> None:
+        self.forward = False
 
 
 @dataclass(eq=False)
@@ -95,8 +102,14 @@ class TensorWatch:
         want_TO = F.linear(x_TI, weight_OI.to(x_TI.dtype)).float()
         error_O = (y_TO.float() - want_TO).square_().sum(0, dtype=torch.float64)
         norm_O = want_TO.square_().sum(0, dtype=torch.float64)
-        for place, (error, norm) in enumerate(zip(error_O.split(self.sizes), norm_O.split(self.sizes), strict=True)):
+        for place, (error, norm) in enumerate(
+            zip(_pieces(error_O, self.sizes), _pieces(norm_O, self.sizes), strict=True)
+        ):
             self.results[place] += torch.stack((error.sum(), norm.sum()))
+
+
+def _pieces(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    return torch.split(flat, list(sizes))
 
 
 def _counted(x_RC: Tensor, made: Scaled) -> Tensor:
@@ -159,14 +172,10 @@ class Table:
     @classmethod
     def empty(cls, names: tuple[str, ...], device: torch.device) -> Table:
         """Nothing counted."""
-        count, made = len(names), {"dtype": torch.float64, "device": device}
-        return cls(
-            names,
-            torch.zeros(count, 3, _S, **made),
-            torch.full((count, 3, _M), _LEAST, **made),
-            torch.zeros(count, 2, **made),
-            torch.zeros(count, 2, **made),
-        )
+        count = len(names)
+        shapes = ((count, 3, _S), (count, 3, _M), (count, 2), (count, 2))
+        sums, tops, results, trouble = (torch.zeros(s, dtype=torch.float64, device=device) for s in shapes)
+        return cls(names, sums, tops.fill_(_LEAST), results, trouble)
 
     def take(self, places: list[int], watch: TensorWatch, history_P3H: Tensor | None) -> None:
         """Adds what a projection counted to the rows of its tensors. Several may share one (a layer's experts)."""
@@ -183,7 +192,7 @@ class Table:
         return torch.cat((self.sums.flatten(), self.results.flatten()))
 
     def put_summed(self, flat: Tensor) -> None:
-        sums, results = flat.split((self.sums.numel(), self.results.numel()))
+        sums, results = _pieces(flat, (self.sums.numel(), self.results.numel()))
         self.sums, self.results = sums.view_as(self.sums), results.view_as(self.results)
 
     def largest(self) -> Tensor:
@@ -191,7 +200,7 @@ class Table:
         return torch.cat((self.tops.flatten(), self.trouble.flatten()))
 
     def put_largest(self, flat: Tensor) -> None:
-        tops, trouble = flat.split((self.tops.numel(), self.trouble.numel()))
+        tops, trouble = _pieces(flat, (self.tops.numel(), self.trouble.numel()))
         self.tops, self.trouble = tops.view_as(self.tops), trouble.view_as(self.trouble)
 
     def figures(self) -> Figures:
