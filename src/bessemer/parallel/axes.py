@@ -18,7 +18,7 @@ __all__ = ["held_layers", "split_of"]
 
 def split_of(job: Job, spec: ModelSpec, mesh: Mesh, experts: type[ExpertParallel] = ExpertParallel) -> Split:
     """Tensor, context and expert parallelism of the job on this rank, the last by `experts`."""
-    return Split(_tensor(job, spec, mesh), _context(job, mesh), _experts(mesh, experts), _sequence(mesh))
+    return Split(_tensor(job, spec, mesh), _context(job, mesh), _experts(job, mesh, experts), _sequence(mesh))
 
 
 def _tensor(job: Job, spec: ModelSpec, mesh: Mesh) -> TensorSplit:
@@ -42,7 +42,7 @@ def _context(job: Job, mesh: Mesh) -> ContextSplit:
     return ContextParallel(group, mesh.sizes["cp"], mesh.at("cp"), job.layout.cp_kind)
 
 
-def _experts(mesh: Mesh, kind: type[ExpertParallel]) -> ExpertSplit:
+def _experts(job: Job, mesh: Mesh, kind: type[ExpertParallel]) -> ExpertSplit:
     if mesh.group("experts") is None and mesh.group("sequence") is None:
         return ExpertSplit()
     return kind(
@@ -53,6 +53,7 @@ def _experts(mesh: Mesh, kind: type[ExpertParallel]) -> ExpertSplit:
         width_rank=mesh.at("etp"),
         sequence_group=mesh.group("sequence"),
         token_ranks=mesh.size("sequence"),
+        coded=job.precision.dispatch == "fp8",
     )
 
 

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from bessemer.comm import collectives as comm
 from bessemer.models.canonical import pieces
 from bessemer.models.moe import Experts
+from bessemer.parallel.gathering import gathering
 from bessemer.parallel.mesh import Mesh
 
 __all__ = ["DataParallel", "ReplicaSum", "drop_gathered", "shard"]
@@ -153,13 +154,15 @@ def _make_buckets(params: list[nn.Parameter]) -> list[_Bucket]:
     return buckets
 
 
-def shard(module: nn.Module, mesh: Mesh, kind: str) -> None:
+def shard(module: nn.Module, mesh: Mesh, kind: str, gather: str = "fp32") -> None:
     """Lay `module` (a `Decoder`, perhaps still on the meta device) over the ranks that see other tokens with the same
     weights, if `kind` says so: FSDP2 for each block, and for experts over the ranks that hold the same ones.
 
     optimizer (ZeRO-1): gradients stay whole until the step's last backward pass, then are scattered once.
     gradient (ZeRO-2):  they are scattered after each backward pass; parameters stay whole until the update.
     full (ZeRO-3):      parameters are gathered for each block and dropped after it.
+
+    `gather` is precision.gather: in what parameters travel where they are gathered.
     """
     if kind == "none" or mesh.group("data") is None:
         return
@@ -181,6 +184,8 @@ def shard(module: nn.Module, mesh: Mesh, kind: str) -> None:
     data_mesh = mesh.device_mesh("data")
     for block in (*module.blocks.values(), *module.mtp, module):
         fully_shard(block, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=alone)
+    for unit in _units(module):
+        unit.set_custom_all_gather(gathering(unit, gather, mesh.group("tensor")))
     if reshard:
         _gather_ahead(module)
 
@@ -203,26 +208,13 @@ def _gather_ahead(module: nn.Module) -> None:
             second.set_modules_to_backward_prefetch(_units(first)[::-1])
 
 
-def _units(block: nn.Module) -> list[FSDPModule]:
-    """What FSDP2 gathers apart of a block: itself, and its experts where they have a mesh of their own."""
-    return [part for part in block.modules() if isinstance(part, FSDPModule)]
-
-
-class _Gather(DefaultAllGather):
-    """FSDP2's gathering of parameters, marked and counted like all other communication."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return comm.all_gather_single(output_tensor, input_tensor, group, async_op)
+def _units(module: nn.Module) -> list[FSDPModule]:
+    """What FSDP2 gathers apart: of a block itself, and its experts where they have a mesh of their own."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 class _Scatter(DefaultReduceScatter):
-    """FSDP2's scattering of gradients, likewise."""
+    """FSDP2's scattering of gradients, marked and counted like all other communication."""
 
     def __call__(
         self,
@@ -253,7 +245,6 @@ class Sharded:
         for index, part in enumerate(self._parts()):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            part.set_custom_all_gather(_Gather())
             part.set_custom_reduce_scatter(_Scatter())
             if replica_sum.group is not None:
                 part.set_all_reduce_hook(partial(self._across_replicas, index))

@@ -7,6 +7,9 @@ is the other's backward pass:
     dispatch   rows go out                          its backward: gradients come home, those of the W copies summed
     combine    results come home, W partials summed    its backward: gradients go out to all W ranks
 
+With `coded` the way out carries FP8 with a scale for each 128 of a row, as DeepSeek-V3 does (arXiv 2412.19437, section
+3.2.2); its backward pass takes the rounding for the identity. The way home stays as computed, since sums follow it.
+
 What is computed between `dispatch` and `arrived()`, a shared expert say, runs while the rows travel. Autograd runs the
 node that was created last first. So `dispatch` and `arrived` are a node each: backward, `arrived` starts the way home,
 then the nodes created between them run, then `dispatch` waits for it. The one tensor between the two nodes is a
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from bessemer.comm import collectives as comm
 from bessemer.models.split import ExpertSplit, Sent
+from bessemer.parallel.wire import ROWS, coded_rows, decoded_rows
 
 __all__ = ["ExpertParallel"]
 
@@ -40,16 +44,21 @@ class _Exchange:
     makes anew must not live that long.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sent_E: list[int], received_G: list[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, sent_E: list[int], received_G: list[int], *, coded: bool) -> None:
         self.group, self.sent, self.received = group, sent_E, received_G
         self.width = len(received_G) // len(sent_E)
+        self._coded = coded
         self._under_way: tuple[Tensor, dist.Work] | None = None
+        self._out: tuple[int, torch.dtype] = 0, torch.float32
 
     def _sent_to_each(self) -> list[int]:
         return [rows for rows in self.sent for _ in range(self.width)]
 
     def start_out(self, rows_TD: Tensor) -> None:
         """Start sending rows, sorted by expert, to every rank of their experts' width."""
+        self._out = rows_TD.shape[1], rows_TD.dtype
+        if self._coded:
+            rows_TD = coded_rows(rows_TD, ROWS)
         if self.width > 1:
             rows_TD = torch.cat([part for part in torch.split(rows_TD, self.sent) for _ in range(self.width)])
         self._start(rows_TD, self._sent_to_each(), self.received)
@@ -61,6 +70,7 @@ class _Exchange:
     def _start(self, rows: Tensor, sent: list[int], received: list[int]) -> None:
         into = rows.new_empty(sum(received), *rows.shape[1:])
         work = comm.all_to_all_single(into, rows.contiguous(), received, sent, group=self.group, async_op=True)
+        assert work is not None
         self._under_way = into, work
 
     def _wait(self) -> Tensor:
@@ -71,8 +81,9 @@ class _Exchange:
         return into
 
     def finish_out(self) -> Tensor:
-        """[R, D] sorted by source, then by expert."""
-        return self._wait()
+        """[R, D] sorted by source, then by expert, in the type that `start_out` was given."""
+        rows = self._wait()
+        return decoded_rows(rows, self._out[0], ROWS, self._out[1]) if self._coded else rows
 
     def finish_home(self) -> Tensor:
         """[T, D] in the order of `start_out`; partials are summed in float32 in the order of their ranks."""
@@ -170,7 +181,8 @@ class ExpertParallel(ExpertSplit):
     this rank alone. `sequence_group`: the ranks that hold the tokens of the same sequences, None where that is one.
 
     Every exchange sends W x T rows a rank (those to itself counted): W T D x the type's bytes for each of dispatch,
-    combine and their backward passes, and 8 W X bytes of counts in dispatch.
+    combine and their backward passes, and 8 W X bytes of counts in dispatch. With `coded` a row takes
+    D + ceil(D / 128) bytes in dispatch and in combine's backward pass.
     """
 
     def __init__(
@@ -183,10 +195,11 @@ class ExpertParallel(ExpertSplit):
         width_rank: int,
         sequence_group: dist.ProcessGroup | None,
         token_ranks: int,
+        coded: bool = False,
     ) -> None:
         self.degree, self.rank = degree, rank
         self.width_degree, self.width_rank = width_degree, width_rank
-        self.token_ranks = token_ranks
+        self.token_ranks, self._coded = token_ranks, coded
         self._group, self._sequence_group = group, sequence_group
 
     def dispatch(self, rows_TD: Tensor, counts_X: Tensor) -> Sent:
@@ -197,7 +210,7 @@ class ExpertParallel(ExpertSplit):
         sent_GL = counts_EL.repeat_interleave(self.width_degree, 0)
         received_GL = torch.empty_like(sent_GL)
         comm.all_to_all_single(received_GL, sent_GL, group=self._group)
-        exchange = _Exchange(self._group, *self._sizes(rows_TD, counts_EL, received_GL))
+        exchange = _Exchange(self._group, *self._sizes(rows_TD, counts_EL, received_GL), coded=self._coded)
         departed = _Depart.apply(rows_TD, exchange)  # type: ignore[no-untyped-call]
         order_R, back_R = _order_by_expert(received_GL, sum(exchange.received))
         return _Travelling(exchange, departed, received_GL.sum(0), order_R, back_R)

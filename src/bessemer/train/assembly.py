@@ -72,7 +72,7 @@ def assemble(job: Job, spec: ModelSpec, mesh: Mesh, how: Quantising | None = Non
     module.compute_dtype = COMPUTE_DTYPES[job.precision.recipe]
     apply_recompute(module, job, mesh.at("pp"))
     compile_blocks(module, job)
-    shard(module, mesh, job.layout.dp_shard)
+    shard(module, mesh, job.layout.dp_shard, job.precision.gather)
     module.to_empty(device=mesh.device)
     initialise(module, job.train.seed)
     if job.model.weights is not None:
