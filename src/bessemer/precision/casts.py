@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bessemer.core.errors import NonFinite, RequestError
-from bessemer.precision.formats import E2M1, E4M3, E5M2, E8M0, INT8, Format, values
+from bessemer.precision.formats import E4M3, E5M2, E8M0, INT8, Format, values
 
 __all__ = [
     "amax",
@@ -69,6 +69,16 @@ def on_grid(x: Tensor, fmt: Format, generator: torch.Generator | None = None) ->
     return (whole * step).copysign(x)
 
 
+def _on_grid_bf16(x: Tensor, fmt: Format) -> Tensor:
+    """`on_grid` to nearest of bfloat16 x for up to 7 exponent and 5 mantissa bits: x + c - c, where c is 1.5 * 2^7
+    steps, beside which bfloat16 keeps whole steps. Half the memory traffic of float32, and fewer operations."""
+    x = x.clamp(-fmt.max, fmt.max)
+    lowest = (fmt.min_exponent + 127) << 7
+    bits = (x.view(torch.int16) & 0x7F80).clamp_(min=lowest)
+    large = bits.add_((7 - fmt.mantissa_bits << 7) + 0x40).view(torch.bfloat16)
+    return (x + large).sub_(large)
+
+
 def clamped_codes(x: Tensor, fmt: Format, generator: torch.Generator | None = None) -> Tensor:
     """Codes of float32 or bfloat16 x, saturating at +-max, Inf too: only for callers that look at amax first.
 
@@ -87,6 +97,11 @@ def clamped_codes(x: Tensor, fmt: Format, generator: torch.Generator | None = No
         return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
     if fmt is E8M0:
         raise ValueError(f"{fmt.name} has no signed codes")
+    if fmt.dtype == x.dtype == torch.bfloat16 and generator is None:
+        if fmt.exponent_bits == 8 and fmt.mantissa_bits == 7:
+            return x.clamp(-fmt.max, fmt.max)
+        if fmt.exponent_bits < 8 and fmt.mantissa_bits < 6:
+            return _on_grid_bf16(x, fmt)
     grid = on_grid(x.float(), fmt, generator)
     if fmt.dtype == torch.bfloat16:
         return grid.to(fmt.dtype)

@@ -85,6 +85,6 @@ def numerics(name: str, *, power_of_two: bool = True) -> Numerics:
 def emulated(x: Format, weight: Format, grad: Format = BF16, *, grain: Grain = TENSOR) -> Numerics:
     """Any signed float formats (`formats.float_format`) for inputs, weights and gradients, each from its own amax, with
     float32 scales that are powers of two. No device runs this; whether a layer is large enough to be quantised is
-    decided as for `fp8-current`. With one scale per tensor the backward pass reads the operands that forward read, which
-    is the straight-through estimator; other grains quantise again along the dimension that is summed over."""
+    decided as for `fp8-current`. With one scale per tensor the backward pass reads the operands that forward read: the
+    straight-through estimator. Other grains quantise again along the dimension that is summed over."""
     return Numerics("fp8-current", Scheme(x, grain), Scheme(weight, grain), Scheme(grad, grain))
