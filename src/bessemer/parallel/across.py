@@ -1,0 +1,191 @@
+"""Sums across the groups of an epoch: the one place where contributions of different copies of the model meet.
+
+Each rank has a process group of its own epoch with the ranks at the same place of the other groups. What is known of
+gloo (measured with torch 2.13) decides how it is used:
+- `abort` does nothing, a stopped peer holds an operation for its whole timeout, and destroying a group joins its
+  threads: so operations are polled, and a group that is given up goes to a graveyard with the buffers that it may still
+  write to, until the process ends.
+- making a group with a dead member blocks as long, and on a shared device it blocks the next one too: so each is made
+  in a thread of its own, on a device of its own, and simply left there when a newer epoch has come.
+- a rank that drops its group sets free the others that wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from bessemer.core.errors import PeerLost
+
+__all__ = ["Across", "GivenUp", "Link", "connect_gloo", "connect_nccl"]
+
+_POLL_S = 0.0005
+_LONGEST_POLL_S = 0.005
+_GRAVEYARD: list[object] = []
+
+
+class GivenUp(Exception):
+    """A newer epoch has come, or the sum failed: nothing of it may be used. `failed`: it did so by itself."""
+
+    def __init__(self, *, failed: bool) -> None:
+        super().__init__("the sum across groups was given up")
+        self.failed = failed
+
+
+class Link(Protocol):
+    """A process group that one epoch uses. `start` begins an operation in place and returns what `done` asks."""
+
+    def start(self, buffer: torch.Tensor, op: Any) -> Any: ...
+
+    def done(self, work: Any) -> bool:
+        """Whether it is over. PeerLost if it failed."""
+        ...
+
+    def drop(self, *, hangs: bool) -> None:
+        """Give it up; never blocks. hangs: an operation is still under way, else it has failed, and others that wait
+        for this rank are to be set free."""
+        ...
+
+
+class _Gloo:
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def start(self, buffer: torch.Tensor, op: Any) -> Any:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return self._group.allreduce([buffer], options)
+
+    def done(self, work: Any) -> bool:
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLost(f"a sum across groups failed: {str(error).splitlines()[0]}", code="peer-lost") from error
+        return True
+
+    def drop(self, *, hangs: bool) -> None:
+        group, self._group = self._group, None
+        if hangs:
+            _GRAVEYARD.append(group)
+        else:  # what is pending besides fails too, but may take its time
+            threading.Thread(target=_destroy, args=([group],), name="bessemer-drop", daemon=True).start()
+            del group
+
+
+def _destroy(groups: list[object]) -> None:
+    groups.clear()
+
+
+def connect_gloo(store: Any, rank: int, size: int, timeout_s: float, interface: str = "lo") -> Link:
+    """A gloo group on a device of its own. Blocks until all have come, at most `timeout_s`."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return _Gloo(dist.ProcessGroupGloo(store, rank, size, options))
+
+
+class _Nccl:
+    """Written from torch's documentation; not run without a GPU. A communicator that is given up is aborted in a
+    thread, since an abort can hang (NCCL 2.25.1, 2.28.3 to 2.28.8)."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def start(self, buffer: torch.Tensor, op: Any) -> Any:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        options.asyncOp = True
+        return self._group.allreduce([buffer], options)
+
+    def done(self, work: Any) -> bool:
+        if not work.is_completed():
+            return False
+        error = work.exception()
+        if error is not None:
+            raise PeerLost(f"a sum across groups failed: {error}", code="peer-lost")
+        work.wait()  # orders the streams
+        return True
+
+    def drop(self, *, hangs: bool) -> None:
+        del hangs  # either is ended by an abort
+        group, self._group = self._group, None
+        threading.Thread(target=group.abort, name="bessemer-abort", daemon=True).start()
+
+
+def connect_nccl(store: Any, rank: int, size: int, timeout_s: float) -> Link:
+    """A NCCL communicator of its own. Not run without a GPU."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return _Nccl(dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+class Across:
+    """The sums of one epoch at one place. `connect` makes the link, in a thread; size 1 needs none.
+
+    `given_up` is asked again and again while this rank waits: whether a newer epoch has come."""
+
+    def __init__(self, connect: Callable[[], Link] | None, *, given_up: Callable[[], bool]) -> None:
+        self._given_up = given_up
+        self._link: Link | None = None
+        self._error: BaseException | None = None
+        self._ready = threading.Event()
+        self._alone = connect is None
+        if connect is not None:
+            threading.Thread(target=self._connect, args=(connect,), name="bessemer-epoch", daemon=True).start()
+
+    def _connect(self, connect: Callable[[], Link]) -> None:
+        try:
+            self._link = connect()
+        except BaseException as error:  # raised again in the waiting thread
+            self._error = error
+        self._ready.set()
+
+    def reduce(self, sums: Sequence[torch.Tensor], maxima: Sequence[torch.Tensor] = ()) -> None:
+        """Sum and maximum over all groups, in place. GivenUp if a newer epoch comes first, or a peer is lost: what the
+        buffers hold then is of no account, and an operation that hangs may still write to them: don't use them again.
+        """
+        if self._alone:
+            return
+        self._wait(self._ready.is_set)
+        link = self._link
+        if link is None:
+            raise GivenUp(failed=True)
+        _GRAVEYARD.append((link, sums, maxima))
+        works = [link.start(b, dist.ReduceOp.SUM) for b in sums if b.numel()]
+        works += [link.start(b, dist.ReduceOp.MAX) for b in maxima if b.numel()]
+        for work in works:
+            self._wait_for(link, work)
+        _GRAVEYARD.pop()
+
+    def _wait_for(self, link: Link, work: Any) -> None:
+        try:
+            self._wait(lambda: link.done(work))
+        except PeerLost as error:
+            self.drop(hangs=False)
+            raise GivenUp(failed=True) from error
+        except GivenUp:
+            _GRAVEYARD.append(work)
+            raise
+
+    def _wait(self, over: Callable[[], bool]) -> None:
+        pause = _POLL_S
+        while not over():
+            if self._given_up():
+                self.drop(hangs=True)
+                raise GivenUp(failed=False)
+            time.sleep(pause)
+            pause = min(_LONGEST_POLL_S, 1.2 * pause)
+
+    def drop(self, *, hangs: bool = False) -> None:
+        """Let go of the epoch's link."""
+        if self._link is not None:
+            self._link.drop(hangs=hangs)
+            self._link = None
