@@ -61,8 +61,8 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Scaled:
-    """`codes` [R, C], `scale` [A, B] in its stored type, `tensor_scale` float32 () of the two-level kind, `amax`
-    float32 (): what the tensor had, also where it was quantised by another."""
+    """`codes` [R, C], `scale` [A, B] in its stored type, `tensor_scale` float32 () of the two-level kind ([A, 1] or
+    [1, B] of several tensors), `amax` float32 (): what the tensor had, also where it was quantised by another."""
 
     codes: Tensor
     scale: Tensor
@@ -107,13 +107,19 @@ def scale_from(amax: Tensor, largest: float, *, power_of_two: bool = True) -> Te
 
 
 def quantise(
-    x_RC: Tensor, scheme: Scheme, *, past: Tensor | None = None, generator: torch.Generator | None = None
+    x_RC: Tensor,
+    scheme: Scheme,
+    *,
+    past: Tensor | None = None,
+    whole: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Scaled:
     """Codes and scales of x (float32, bfloat16 or float16, two dimensions; ragged last tiles are allowed).
 
     `past`: an amax () to scale by instead of x's own (of past steps, or reduced over ranks; per tensor only); larger
     values saturate. 0, an empty history, stands for x's own.
-    `generator`: rounds stochastically. Raises RequestError for another type or number of dimensions.
+    `whole`: for scales of two levels where x holds several tensors, the amax [A, 1] or [1, B] of the one that each tile
+    belongs to. `generator`: rounds stochastically. Raises RequestError for another type or number of dimensions.
     """
     x_RC = x_RC.detach()
     if x_RC.dim() != 2 or x_RC.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -129,7 +135,7 @@ def quantise(
         if grain != TENSOR:
             raise RequestError("a given amax scales whole tensors only", code="precision-past", fix="TENSOR")
         amax_AB = torch.where(seen.isfinite() & (past != 0), past, seen).view(1, 1)
-    scale, tensor_scale, wide = _scales(amax_AB, seen, scheme)
+    scale, tensor_scale, wide = _scales(amax_AB, seen if whole is None else whole, scheme)
     if scheme.exact:
         scaled = tiles / wide.to(tiles.dtype)[:, None, :, None]
     else:
