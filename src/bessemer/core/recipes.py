@@ -58,7 +58,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp8-row", True, "fp8", "bf16", 1.0, 15.0, -1, "a scale per row; both layouts quantised apart"),
         Recipe("fp8-block128", True, "fp8", "bf16", 1.03, 4.1, 128, "1 x 128 activations, 128 x 128 weights"),
         Recipe("mxfp8", True, "fp8", "bf16", 1.03, 4.1, 32, "blocks of 32 with power-of-two scales, two layouts"),
-        Recipe("nvfp4", False, "fp4", "bf16", 0.56, 6.0, 16, "blocks of 16, Hadamard transform, stochastic rounding"),
+        Recipe("nvfp4", True, "fp4", "bf16", 0.56, 6.0, 16, "blocks of 16, Hadamard transform, stochastic rounding"),
     )
 }
 """In the order of their ids in `bessemer.plan.space.Layouts`."""
