@@ -33,6 +33,8 @@ class TensorSplit:
     degree: int = 1
     rank: int = 0
     sequence_parallel: bool = False
+    chunks: int = 1
+    """Pieces of a sequence that a projection is cut into."""
     saving: Saving = Saving()
     """What is kept of tensors that are only gathered or rearranged for a product: the part "gather"."""
 
@@ -158,6 +160,18 @@ class ExpertSplit:
     def sum_counts(self, counts: Tensor) -> Tensor:
         """Summed over the `token_ranks` ranks of a sequence. Not differentiated."""
         return counts
+
+    @property
+    def shares(self) -> bool:
+        """Whether other ranks hold parts of the tensors of this rank's experts: of their weights, or of the rows that
+        they get of the same sequences."""
+        return False
+
+    def largest(self, values: Tensor, *, divided: bool = False) -> Tensor:
+        """The elementwise maximum over those ranks of values [X of this rank, ...]; `divided`: the last dim is this
+        rank's share of the width. Not differentiated; all ranks of the sequence and of the experts call it alike."""
+        del divided
+        return values
 
 
 @dataclass(frozen=True)

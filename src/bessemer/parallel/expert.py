@@ -23,6 +23,7 @@ experts, W ranks of an expert's width, G ranks of the group (E x W).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,3 +237,35 @@ class ExpertParallel(ExpertSplit):
         total = counts.detach().clone()
         comm.all_reduce(total, group=self._sequence_group)
         return total
+
+    @property
+    def shares(self) -> bool:
+        return bool(self._sharing())
+
+    def largest(self, values: Tensor, *, divided: bool = False) -> Tensor:
+        """One all-reduce of a table of all experts, where the ranks of a sequence and those of the experts lie in each
+        other; otherwise both take turns until all have met."""
+        groups = self._sharing()
+        copies = math.lcm(self.token_ranks, self.degree * self.width_degree) // (self.degree * self.width_degree)
+        if not groups or (divided and copies == 1):
+            return values
+        widths = self.width_degree if divided else 1
+        place = self.rank * widths + (self.width_rank if divided else 0)
+        table = values.new_zeros(self.degree * widths, *values.shape)
+        table[place] = values.detach()
+        for group in groups:
+            comm.all_reduce(table, group=group, op=dist.ReduceOp.MAX)
+        return table[place]
+
+    def _sharing(self) -> list[dist.ProcessGroup]:
+        """Over which groups a maximum goes, in order, until it is that of all ranks that hold tokens or weights of the
+        same experts for the same sequences: the smallest run of ranks that is made of whole groups of either kind."""
+        sequence, experts = self.token_ranks, self.degree * self.width_degree
+        whole = math.lcm(sequence, experts)
+        if whole == self.degree:  # each expert lives on one rank of them
+            return []
+        both = [(self._sequence_group, sequence), (self._group, experts)]
+        around = [group for group, size in both if group is not None and size == whole]
+        if around:
+            return around[:1]
+        return [group for group, _ in both if group is not None] * (whole // max(sequence, experts))
