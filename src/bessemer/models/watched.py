@@ -1,7 +1,7 @@
 """The watch over a model's quantised projections, and those that go on without quantising because of what it saw.
 
     watching = watching_of(spec, how, every=10)
-    window = start_watch(module)                      # before the units of a sampled step
+    start_watch(module, window)                       # before the units of a sampled step
     with window: ...                                  # each forward pass
     table = end_watch(module, watching, device)       # then summed over ranks
     falls = fall_back(module, watching, table, step)  # at the commit, on every rank alike
@@ -88,12 +88,10 @@ def _held(model: nn.Module) -> Iterator[Quantised]:
     return (m for m in model.modules() if isinstance(m, Quantised))
 
 
-def start_watch(model: nn.Module) -> Window:
+def start_watch(model: nn.Module, window: Window) -> None:
     """Have every projection that is quantised now count, from nothing on, what its calls do."""
-    window = Window()
     for held in _held(model):
         held.watch = None if held.fallen else TensorWatch(held.sizes, held.device, window)
-    return window
 
 
 def end_watch(model: nn.Module, watching: Watching, device: torch.device) -> Table:

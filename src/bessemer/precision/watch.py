@@ -85,13 +85,14 @@ class TensorWatch:
     @torch.no_grad()
     def operand(self, role: str, place: int, x_RC: Tensor, made: Scaled) -> None:
         """`place`: the logical tensor; an input belongs to all of them."""
-        if role != "grad" and not self.window.forward:
+        if (role != "grad" and not self.window.forward) or x_RC.numel() == 0:
             return
-        sums_S, tops = _counted(x_RC.detach(), made), made.scales()
+        wide, scales = x_RC.detach().float(), _by_element(made.scales(), made.scheme.grain, x_RC.shape)
         at = (slice(None) if role == "x" else place, ROLES.index(role))
-        self.sums[at] += sums_S
-        spread = _spread(x_RC.detach()) if role == "x" else tops.new_full((), _LEAST)
-        of_call = torch.stack((made.amax.float(), tops.amax(), -tops.amin(), spread)).double()
+        self.sums[at] += _counted(wide, scales, made)
+        high, low = _used(scales, wide, made.amax)
+        spread = _spread(wide) if role == "x" else torch.full_like(high, _LEAST)
+        of_call = torch.stack((made.amax.float(), high, -low, spread)).double()
         self.tops[(*at, slice(4))] = torch.maximum(self.tops[(*at, slice(4))], of_call)
 
     @torch.no_grad()
@@ -112,10 +113,10 @@ def _pieces(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     return torch.split(flat, list(sizes))
 
 
-def _counted(x_RC: Tensor, made: Scaled) -> Tensor:
-    """float64 [S] of one operand."""
-    wide, read, scheme = x_RC.float(), made.dequantise(torch.float32), made.scheme
-    sizes = (wide / _by_element(made.scales(), scheme.grain, x_RC.shape)).abs_()
+def _counted(wide: Tensor, scales: Tensor, made: Scaled) -> Tensor:
+    """float64 [S] of one operand, float32 [R, C]."""
+    read, scheme = made.dequantise(torch.float32), made.scheme
+    sizes = (wide / scales).abs_()
     # the exponent fields of float32, of which 0 is that of zeros; their bias is 127
     fields = torch.bincount((sizes.view(torch.int32) >> 23).flatten(), minlength=256)
     low, high = EXPONENTS.start + 127, EXPONENTS.stop + 127
@@ -138,9 +139,17 @@ def _by_element(scales_AB: Tensor, grain: Grain, shape: torch.Size) -> Tensor:
     return tall if grain.cols == 0 else tall.repeat_interleave(grain.cols, 1)[:, :cols]
 
 
+def _used(scales: Tensor, wide: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the smallest scale of elements that aren't 0 (a tile of zeros has scale 1)."""
+    if scales.dim() == 0:
+        return torch.where(amax > 0, scales, _LEAST), torch.where(amax > 0, scales, -_LEAST)
+    zero = wide == 0
+    return torch.where(zero, _LEAST, scales).amax(), torch.where(zero, -_LEAST, scales).amin()
+
+
 def _spread(x_RC: Tensor) -> Tensor:
     """log2 of the largest over the median amax of a channel (of those that aren't all 0), float32 ()."""
-    channels = x_RC.abs().amax(0).float() if x_RC.shape[0] else x_RC.new_zeros(x_RC.shape[1]).float()
+    channels = x_RC.abs().amax(0)
     middle = torch.where(channels > 0, channels, torch.nan).nanmedian()
     return torch.where(middle > 0, channels.amax() / middle, 1.0).log2()
 

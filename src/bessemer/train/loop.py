@@ -14,6 +14,8 @@ from bessemer.core.errors import Stopped
 from bessemer.core.job import Job
 from bessemer.data import Dataset, Reader
 from bessemer.keep.slices import Slice
+from bessemer.models.watched import fallen
+from bessemer.precision.watch import EXPONENTS
 from bessemer.runtime.kernels import KernelSample
 from bessemer.train.assembly import Assembly
 from bessemer.train.evaluate import Evaluation, evaluate, to_tensors
@@ -72,6 +74,7 @@ class Loop:
         """Go on from the newest state to the job's last step. Raises `Stopped` after a requested stop was saved."""
         restored = restore(self.parts, self.run_folder, self.train_data.fingerprint)
         self._event("loaded", step=restored.step, path=restored.path, why=restored.why)
+        self._tell_watch()
         own = restored.path is not None and self.run_folder in Path(restored.path).parents
         saved = restored.step if own else -1  # one that was named lies in another run's folder
         self.saver.reserve(self._owned(), self._meta(restored.step))
@@ -84,6 +87,7 @@ class Loop:
                 step, stopped = result.step, result.stop
                 evaluation = self._evaluate_if_due(step)
                 self._record(result, evaluation)
+                self._warn_of_falls(result)
                 if step == steps or stopped or (self.job.keep.every and step % self.job.keep.every == 0):
                     self._save(step)
                     saved = step
@@ -170,6 +174,8 @@ class Loop:
         }
         if result.experts is not None:
             record["experts"] = {"imbalance": result.experts.imbalance, "dropped": result.experts.dropped}
+        if result.sample is not None:
+            record["precision"] = result.sample.figures.as_json()
         if evaluation is not None:
             record |= {
                 "val_loss": evaluation.loss,
@@ -177,6 +183,34 @@ class Loop:
                 "perplexity": evaluation.perplexity,
             }
         self.reporter.metric(record)
+
+    def _tell_watch(self) -> None:
+        """What the samples in the records are of, and what goes on without quantising since an earlier one."""
+        watching, mesh = self.parts.step.passes.watching, self.parts.mesh
+        if watching is None:
+            return
+        since: dict[str, int] = {}
+        if watching.fall_back:
+            steps = mesh.max_over_world(fallen(self.parts.module, watching, mesh.device)).tolist()
+            since = {name: int(step) for name, step in zip(watching.names, steps, strict=True) if step}
+        self._event(
+            "watch",
+            every=watching.every,
+            names=watching.names,
+            groups=[len(group) for group in watching.groups],
+            exponents=[EXPONENTS.start, EXPONENTS.stop],
+            fallen=since,
+        )
+        if since:
+            first = ", ".join(list(since)[:4]) + (" ..." if len(since) > 4 else "")
+            what = f"{len(since)} of {len(watching.names)} tensors go on without quantising: {first}"
+            self._event("warning", message=what, fallen=since)
+
+    def _warn_of_falls(self, result: StepResult) -> None:
+        for fall in result.sample.falls if result.sample is not None else ():
+            runs = str(self.parts.module.compute_dtype).removeprefix("torch.")
+            message = f"from step {result.step + 1} on {' and '.join(fall.names)} run in {runs}: {fall.why}"
+            self._event("warning", message=message, step=result.step, fall_back=fall.names, why=fall.why)
 
     def _save(self, step: int) -> None:
         self.reporter.phase(step, "saving")

@@ -16,9 +16,11 @@ from bessemer.core.model import ModelSpec
 from bessemer.core.stages import stage_ranges
 from bessemer.models.moe import expert_load
 from bessemer.models.quantise import held_amax, key_draws, start_amax
+from bessemer.models.watched import Watching, end_watch, start_watch
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
 from bessemer.parallel.pipeline import Pipeline
+from bessemer.precision.watch import Table, Window
 from bessemer.runtime.phases import Phases
 
 __all__ = ["Batch", "Contribution", "Passes"]
@@ -29,12 +31,13 @@ Batch = dict[str, Tensor]
 @dataclass
 class Contribution:
     """What a rank's units give to a step beside the gradients, which stay in `.grad`. It is summed over ranks, but for
-    amax, of which the maximum counts."""
+    amax and some of the watch, of which the maximum counts."""
 
     loss_sum: Tensor | float = 0.0
     weight_sum: Tensor | float = 0.0
     expert_load: Tensor | None = None  # float64 [MoE layers, experts]: how often each was chosen
     amax: Tensor | None = None  # float32 [quantised tensors of the whole model, 3], of delayed scaling
+    watch: Table | None = None  # of a sampled step, what quantising did; sums, and maxima
     batches: list[Batch] = field(default_factory=list)  # for naming the first bad tensor
 
     def add(self, loss_sum: Tensor, weight_sum: Tensor) -> None:
@@ -53,12 +56,20 @@ class Passes:
     """Runs units of micro-batches through what this rank holds of the model."""
 
     def __init__(
-        self, job: Job, spec: ModelSpec, mesh: Mesh, parallel: DataParallel, amax_names: tuple[str, ...] = ()
+        self,
+        job: Job,
+        spec: ModelSpec,
+        mesh: Mesh,
+        parallel: DataParallel,
+        amax_names: tuple[str, ...] = (),
+        watching: Watching | None = None,
     ) -> None:
         self.module: nn.Module = parallel.module
         self.mesh = mesh
         self.phases = Phases()
-        self.amax_names = amax_names
+        self.amax_names, self.watching = amax_names, watching
+        self.window = Window()
+        """Open while a forward pass runs: then the watch counts inputs and weights."""
         self._step = 0
         self._job = job
         self._spec = spec
@@ -84,6 +95,9 @@ class Passes:
         self._step = step
         if self.amax_names:
             start_amax(self.module)
+        sampled = self.watching is not None and self.watching.samples(step)
+        if sampled:
+            start_watch(self.module, self.window)
         each = 1 if self._pipeline is None else self._job.micro_batches
         for first in range(0, count, each):
             with self.phases("data_s"):
@@ -97,10 +111,13 @@ class Passes:
                 _Unit(self, mine, unit, first + each == count).run(self._pipeline)
         if self.amax_names:
             mine.amax = held_amax(self.module, self.amax_names, self.mesh.device)
+        if sampled:
+            assert self.watching is not None
+            mine.watch = end_watch(self.module, self.watching, self.mesh.device)
         return mine
 
     def _straight(self, mine: Contribution, batch: Batch) -> None:
-        with self.phases("forward_s"):
+        with self.phases("forward_s"), self.window:
             self.key_draws(batch)
             loss_sum, weight_sum = self.module(**batch)
             mine.add(loss_sum, weight_sum)
@@ -155,7 +172,7 @@ class _Unit:
         passes, layers = self._passes, self._passes._ranges[stage]
         passes.stage = stage
         passes.phases.at(stage=stage, micro_batch=micro)
-        with passes.phases("forward_s"):
+        with passes.phases("forward_s"), passes.window:
             passes.key_draws(self._batches[micro])
             out, weight_sum = passes.module(**self._batches[micro], layers=layers, stream_BSD=x)
         self._mine.add_load(expert_load(passes.module, layers))

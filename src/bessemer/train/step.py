@@ -22,15 +22,17 @@ from bessemer.data.cursor import deal, units_of_step
 from bessemer.models.canonical import local
 from bessemer.models.moe import moe_layers
 from bessemer.models.quantise import advance_amax
+from bessemer.models.watched import Fall, Watching, fall_back
 from bessemer.parallel.copies import squared_norm, sum_partial_gradients
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
+from bessemer.precision.watch import Figures, Table
 from bessemer.train.balance import imbalance, move_selection_biases
 from bessemer.train.optim import Optimizer
 from bessemer.train.passes import Batch, Contribution, Passes
 from bessemer.train.schedule import lr_factor
 
-__all__ = ["Experts", "Step", "StepResult", "rank_micro_batches"]
+__all__ = ["Experts", "Sample", "Step", "StepResult", "rank_micro_batches"]
 
 PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
 
@@ -55,6 +57,14 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What the watch saw in a step, over all ranks, and the projections that go on without quantising for it."""
+
+    figures: Figures
+    falls: tuple[Fall, ...] = ()
+
+
+@dataclass(frozen=True)
 class StepResult:
     """A committed step over all ranks. `step` counts committed steps, from 1; loss in nats per token."""
 
@@ -70,6 +80,7 @@ class StepResult:
     longest_wait_s: float  # of any rank, for the others: what the latest rank cost
     stop: bool  # some rank was asked to stop
     experts: Experts | None = None
+    sample: Sample | None = None
 
 
 class Step:
@@ -77,7 +88,7 @@ class Step:
 
     `on_bad` is called on every rank, before the update, when the loss or the gradient norm isn't finite; it has to
     raise. The arguments are the step (from 0) and this rank's own contribution. `amax_names`: the tensors whose scales
-    follow a history.
+    follow a history; `watching`: what is watched, if anything.
     """
 
     def __init__(
@@ -90,12 +101,13 @@ class Step:
         *,
         on_bad: Callable[[Passes, int, Contribution], None],
         amax_names: tuple[str, ...] = (),
+        watching: Watching | None = None,
     ) -> None:
         self.job = job
         self.mesh = mesh
         self.parallel = parallel
         self.optimizer = optimizer
-        self.passes = Passes(job, spec, mesh, parallel, amax_names)
+        self.passes = Passes(job, spec, mesh, parallel, amax_names, watching)
         self._spec = spec
         self._on_bad = on_bad
 
@@ -113,7 +125,7 @@ class Step:
 
     def _sums(self, mine: Contribution, stop: bool) -> tuple[float, float, bool, torch.Tensor | None]:
         """Over all ranks: loss, weight, whether anybody asks to stop, and how often each expert was chosen. The amaxes
-        of `mine` become those of all ranks."""
+        of `mine`, and what it watched, become those of all ranks."""
         own = [float(mine.loss_sum), float(mine.weight_sum)] if self.mesh.counts_loss else [0.0, 0.0]
         sums = torch.tensor([*own, float(stop)], dtype=torch.float64, device=self.mesh.device)
         layers, moe = len(moe_layers(self._spec)), self._spec.moe
@@ -124,6 +136,9 @@ class Step:
         sums = self.mesh.sum_over_world(sums)
         if mine.amax is not None:
             self.mesh.max_over_world(mine.amax)
+        if mine.watch is not None:
+            mine.watch.put_summed(self.mesh.sum_over_world(mine.watch.summed()))
+            mine.watch.put_largest(self.mesh.max_over_world(mine.watch.largest()))
         loss_sum, weight, stops = sums[:3].tolist()
         return loss_sum, weight, stops > 0, None if load is None else sums[3:].view_as(load)
 
@@ -148,6 +163,7 @@ class Step:
                 move_selection_biases(module, load)
             if mine.amax is not None:
                 advance_amax(module, self.passes.amax_names, mine.amax)
+            sample = None if mine.watch is None else self._sample(step, mine.watch)
         phases, longest_wait_s = self._phases_of_all()
         step_s = time.perf_counter() - start
         phases["other_s"] = max(0.0, step_s - sum(phases.values()))
@@ -165,6 +181,7 @@ class Step:
             longest_wait_s=longest_wait_s,
             stop=stop,
             experts=None if load is None else self._experts(step, load),
+            sample=sample,
         )
 
     def _experts(self, step: int, load: torch.Tensor) -> Experts:
@@ -172,6 +189,14 @@ class Step:
         assert self._spec.moe is not None
         chosen = tokens * self._spec.moe.top_k * len(load)
         return Experts(imbalance(load), chosen - round(float(load.sum())))
+
+    def _sample(self, step: int, table: Table) -> Sample:
+        """Of step `step` (from 0). All ranks have the same table, and so come to the same decisions."""
+        watching, figures = self.passes.watching, table.figures()
+        assert watching is not None
+        if not watching.fall_back:
+            return Sample(figures)
+        return Sample(figures, fall_back(self.parallel.module, watching, table, figures, step + 1))
 
     def _phases_of_all(self) -> tuple[dict[str, float], float]:
         """(seconds of each phase, mean over ranks; the longest that any rank waited for others)."""
