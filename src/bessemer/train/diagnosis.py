@@ -1,15 +1,21 @@
-"""Naming the first bad tensor when a loss or a gradient norm isn't finite; runs on all ranks, before the update."""
+"""Naming the first bad tensor when a loss or a gradient norm isn't finite; runs on all ranks, before the update.
+
+First in the order of computing: in the forward pass the first output, or input x of a projection; in backward the
+gradient that is latest in the model, since whatever lies before it is made of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from bessemer.core.errors import NonFinite
 from bessemer.core.job import Job
-from bessemer.models.canonical import local
+from bessemer.core.model import ModelSpec
+from bessemer.models.canonical import held, local, shapes
+from bessemer.models.parts import Projection
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.passes import Batch, Contribution, Passes
@@ -25,8 +31,8 @@ def stop_non_finite(
 ) -> None:
     """Raise `NonFinite` on every rank, naming the guilty rank and its first bad tensor. `step` counts from 0.
 
-    A bad parameter explains a bad activation, which explains a bad gradient, and an activation spreads to the ranks
-    that compute later; so the rank with the earliest cause is named, the lowest one among equals.
+    A bad parameter explains a bad activation, which explains a bad gradient, and what is bad spreads to the ranks that
+    compute later; so the rank with the earliest cause is named, the lowest one among equals.
     """
     severity, order, text = _diagnose(parallel, passes, mine)
     ranks = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
@@ -44,8 +50,8 @@ def stop_non_finite(
 
 
 def _diagnose(parallel: DataParallel, passes: Passes, mine: Contribution) -> tuple[int, int, str]:
-    """(severity, how far into the forward pass, what is bad on this rank): 4 a parameter, 3 the forward pass,
-    2 a gradient, 1 nothing here."""
+    """(severity, how far into the pass, what is bad on this rank): 4 a parameter, 3 the forward pass, 2 a gradient, 1
+    the sum over ranks, or nothing here."""
     module = parallel.module
     parameter = _first_bad((n, local(p.detach())) for n, p in module.named_parameters())
     # every rank runs this, also a clean one: a forward pass may be collective
@@ -56,13 +62,15 @@ def _diagnose(parallel: DataParallel, passes: Passes, mine: Contribution) -> tup
         return 3, 0, "no token of this rank's samples counts towards the loss"
     if outputs:
         order, name = outputs[0]
-        return 3, order, f"the output of {name} is not finite"
+        return 3, order, f"{name} is not finite"
     kept = parallel.local_gradients()
-    gradient = _first_bad((n, kept.get(p)) for n, p in module.named_parameters())
+    gradient = _latest_bad(module, {n: kept[p] for n, p in module.named_parameters() if p in kept})
     if gradient is not None:
-        return 2, 0, f"the gradient of {gradient} is not finite"
-    summed = _first_bad((n, local(p.grad)) for n, p in module.named_parameters() if p.grad is not None)
-    return 1, 0, f"the summed gradient of {summed} is not finite" if summed else "the summed loss is not finite"
+        return 2, gradient[0], f"the gradient of {gradient[1]} is not finite"
+    summed = _latest_bad(module, {n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+    if summed is None:
+        return 1, _LATEST - 1, "the summed loss is not finite"
+    return 1, summed[0], f"the summed gradient of {summed[1]} is not finite"
 
 
 def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
@@ -72,18 +80,34 @@ def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
     return None
 
 
+def _latest_bad(module: nn.Module, gradients: Mapping[str, torch.Tensor]) -> tuple[int, str] | None:
+    """(how far into the backward pass, name) of the non-finite gradient that is latest in the model."""
+    spec: ModelSpec = module.spec  # type: ignore[assignment]
+    order = {name: place for place, name in enumerate(reversed(list(shapes(spec))))}
+    bad = [h.piece for h in held(module, gradients) if not bool(torch.isfinite(h.tensor).all())]
+    if not bad:
+        return None
+    first = min(bad, key=lambda piece: order[piece.name])
+    owner, _, kind = first.param.rpartition(".")
+    if kind != "weight" or not isinstance(module.get_submodule(owner), Projection):
+        return order[first.name], first.param
+    return order[first.name], f"{first.param} (role grad of {first.name.removesuffix('.weight')})"
+
+
 def _first_bad_output(passes: Passes, batch: Batch) -> tuple[int, str] | None:
     """Run `batch` forward again; (how many submodules of the model were done before, name) of the first one, in order
-    of completion, with a non-finite output. The stages of a pipeline before its own count as done."""
+    of completion, with a non-finite output, or input if it is a projection. The stages of a pipeline before its own
+    count as done."""
     found: list[tuple[int, str]] = []
     done, stage_size = 0, _LATEST // passes.num_stages
 
     def watch(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: object, output: object) -> None:
+        def hook(module: nn.Module, args: object, output: object) -> None:
             nonlocal done
-            tensors = output if isinstance(output, tuple) else (output,)
-            if not found and any(isinstance(t, torch.Tensor) and not bool(torch.isfinite(t).all()) for t in tensors):
-                found.append((passes.stage * stage_size + done, name))
+            if not found and isinstance(module, Projection) and _bad(args):
+                found.append((passes.stage * stage_size + done, f"the input of {name} (its role x)"))
+            if not found and _bad(output):
+                found.append((passes.stage * stage_size + done, f"the output of {name}"))
             done += 1
 
         return hook
@@ -96,3 +120,8 @@ def _first_bad_output(passes: Passes, batch: Batch) -> tuple[int, str] | None:
         for handle in handles:
             handle.remove()
     return found[0] if found else None
+
+
+def _bad(values: object) -> bool:
+    tensors = values if isinstance(values, tuple) else (values,)
+    return any(isinstance(t, torch.Tensor) and not bool(torch.isfinite(t).all()) for t in tensors)
