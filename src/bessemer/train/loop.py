@@ -72,13 +72,8 @@ class Loop:
 
     def run(self) -> None:
         """Go on from the newest state to the job's last step. Raises `Stopped` after a requested stop was saved."""
-        restored = restore(self.parts, self.run_folder, self.train_data.fingerprint)
-        self._event("loaded", step=restored.step, path=restored.path, why=restored.why)
-        self._tell_watch()
-        own = restored.path is not None and self.run_folder in Path(restored.path).parents
-        saved = restored.step if own else -1  # one that was named lies in another run's folder
-        self.saver.reserve(self._owned(), self._meta(restored.step))
-        step, steps = restored.step, self.job.train.steps
+        step, saved = self._start()
+        steps = self.job.train.steps
         batches = self._batches(step)
         stopped = False
         try:
@@ -102,6 +97,20 @@ class Loop:
             self._event("stopped", step=step)
             raise Stopped(f"stopped on request after step {step} of {steps}; it is saved", step=step)
         self._event("finished", step=step)
+
+    def _start(self) -> tuple[int, int]:
+        """(the step that the state stands at, the newest that is saved in the run's own folder or -1)."""
+        restored = restore(self.parts, self.run_folder, self.train_data.fingerprint)
+        self._event("loaded", step=restored.step, path=restored.path, why=restored.why)
+        self._tell_watch()
+        own = restored.path is not None and self.run_folder in Path(restored.path).parents
+        self.saver.reserve(self._owned(), self._meta(restored.step))
+        return restored.step, restored.step if own else -1  # one that was named lies in another run's folder
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank's copy of the model speaks for the run: evaluates, saves, and tells of it."""
+        return True
 
     def _batches(self, first_step: int) -> Iterator[Batch]:
         """This rank's micro-batches from `first_step` on, read ahead in threads."""
@@ -138,7 +147,7 @@ class Loop:
 
     def _evaluate_if_due(self, step: int) -> Evaluation | None:
         every, last = self.job.train.eval_every, step == self.job.train.steps
-        if self.val_data is None or not (last or (every and step % every == 0)):
+        if self.val_data is None or not self.leads or not (last or (every and step % every == 0)):
             return None
         self.reporter.phase(step, "evaluating")
         start = time.perf_counter()
@@ -213,6 +222,8 @@ class Loop:
             self._event("warning", message=message, step=result.step, fall_back=fall.names, why=fall.why)
 
     def _save(self, step: int) -> None:
+        if not self.leads:
+            return
         self.reporter.phase(step, "saving")
         with self.parts.step.passes.phases("checkpoint_s"):
             stall_s = self.saver.save(step, self._owned(), self._meta(step))
@@ -231,5 +242,5 @@ class Loop:
                 self._event("deleted", step=step)
 
     def _event(self, name: str, **fields: Any) -> None:
-        if self.parts.mesh.rank == 0:
+        if self.parts.mesh.rank == 0 and self.leads:
             self.reporter.event(name, **fields)

@@ -4,7 +4,7 @@
 
 A unit is a run of sample ids whose content doesn't depend on ranks or membership; units are dealt to replicas, and
 inside a replica each shard rank takes its part of every unit. What a rank's units give to the step is its
-contribution: gradients and sums. Gradients are scaled in exactly one place, `Step._commit`.
+contribution: gradients and sums. Gradients are scaled in exactly one place, `Step.commit`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Step:
         mine = self.passes.run(batches, count, step)
         with self.passes.phases("comm_s"):
             self.parallel.finish()
-        return self._commit(step, mine, start, stop)
+        return self.commit(step, mine, start, stop)
 
     def _sums(self, mine: Contribution, stop: bool) -> tuple[float, float, bool, torch.Tensor | None]:
         """Over all ranks: loss, weight, whether anybody asks to stop, and how often each expert was chosen. The amaxes
@@ -142,7 +142,9 @@ class Step:
         loss_sum, weight, stops = sums[:3].tolist()
         return loss_sum, weight, stops > 0, None if load is None else sums[3:].view_as(load)
 
-    def _commit(self, step: int, mine: Contribution, start: float, stop: bool) -> StepResult:
+    def commit(self, step: int, mine: Contribution, start: float, stop: bool) -> StepResult:
+        """Make step `step` (from 0) true with the gradients in `.grad` and the sums in `mine`, of this rank's part;
+        they become those of all ranks of the mesh here."""
         module, phases_of = self.parallel.module, self.passes.phases
         with phases_of("comm_s"):
             loss_sum, weight, stop, load = self._sums(mine, stop)

@@ -1,0 +1,279 @@
+"""The loop of a rank in a run that goes on while groups are lost and join.
+
+    share of a step -> kept contribution -> sum across groups -> vote -> commit -> update
+
+What a lost group had to do of a step is done again by the survivors, in the same step: they keep what they have, add
+the missing units, and sum again. A group that joins adds nothing to the sums, keeps them, takes a snapshot of the state
+from a donor while all go on, applies what it has kept since, and is dealt units from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bessemer.core.job import Job
+from bessemer.data import Reader
+from bessemer.data.cursor import deal, units_of_step
+from bessemer.keep.cohort import Cohort, Epoch
+from bessemer.models.moe import moe_layers
+from bessemer.parallel.across import Across, GivenUp, Link
+from bessemer.train.evaluate import to_tensors
+from bessemer.train.kept import Buffers, Kept
+from bessemer.train.loop import Loop
+from bessemer.train.passes import Batch, Contribution
+from bessemer.train.restore import restore
+from bessemer.train.step import StepResult
+from bessemer.train.transfer import Landing, Snapshot, send
+
+__all__ = ["Connector", "ElasticLoop", "group_job"]
+
+
+def group_job(job: Job) -> Job:
+    """The job of one group: the same units, model and training, of one copy of the model."""
+    layout = job.layout.model_copy(update={"dp": job.shard})
+    replicas = None if job.layout.dp_shard == "none" else 1
+    keep = job.keep.model_copy(update={"replicas": replicas, "unit": job.unit})
+    return job.model_copy(update={"layout": layout, "keep": keep})
+
+
+class Connector:
+    """Makes the link of an epoch for this rank's place."""
+
+    def link(self, epoch: Epoch, index: int) -> Link:
+        """`index` of the epoch's members is this rank's group. Blocks until all have come."""
+        raise NotImplementedError
+
+
+@dataclass
+class _Work:
+    """What this rank has of the step that is under way. `summed`: the sum that it has voted for, and in which epoch."""
+
+    kept: Kept
+    summed: Buffers | None = None
+    start: float = 0.0
+
+
+@dataclass
+class ElasticLoop(Loop):
+    """`whole_job` is the run's, `parts` are those of one group's (`group_job`). joins: this group starts while the run
+    goes on, so no checkpoint is read. saver: reserves for itself."""
+
+    whole_job: Job
+    cohort: Cohort
+    connector: Connector
+    landing: Landing
+    secret: str
+    exact: bool
+    joins: bool = False
+
+    def __post_init__(self) -> None:
+        self._epoch: Epoch | None = None
+        self._across: Across | None = None
+        self._sent: set[tuple[int, int]] = set()
+
+    @property
+    def job(self) -> Job:
+        return self.whole_job
+
+    @property
+    def leads(self) -> bool:
+        """Whether this group speaks for the run: writes its records and checkpoints, and evaluates."""
+        return self._epoch is not None and self._epoch.active[:1] == (self.cohort.seat.group,)
+
+    # ---- joining
+
+    def _start(self) -> tuple[int, int]:
+        """Come to the cohort with the newest saved state, or with none where this group is to join a run that goes on,
+        and return when this group is dealt units. A spare waits here for as long as it isn't needed."""
+        restored = None
+        if not self.joins:
+            restored = restore(self.parts, self.run_folder, self.train_data.fingerprint)
+        self.cohort.hello(None if restored is None else restored.step, self.landing.address)
+        self.reporter.phase(0, "waiting as a spare")
+        epoch = self.cohort.await_epoch()
+        step = epoch.step
+        if self.cohort.seat.group not in epoch.active:
+            step = self._catch_up(step)
+        elif restored is not None:
+            self._epoch = epoch  # as far as who leads goes; it is entered with the first step
+            self._event("loaded", step=restored.step, path=restored.path, why=restored.why)
+            self._tell_watch()
+            self._epoch = None
+        own = restored is not None and restored.path is not None and self.run_folder in Path(restored.path).parents
+        return step, step if own else -1
+
+    def _catch_up(self, step: int) -> int:
+        """Take part with nothing to add; the sums since the snapshot wait in a queue until it has arrived."""
+        me, queue, stands = self.cohort.seat.group, [], None  # stands: at which step this state is, None: at none
+        start = time.monotonic()
+        while True:
+            self.reporter.phase(step + 1, "catching up")
+            work = self._new_work(step)
+            queue.append((step, work, self._sum(step, work)))
+            step += 1
+            if stands is None:
+                stands = self._land(queue[0][0])
+            while stands is not None and queue:
+                at, done, total = queue.pop(0)
+                if at == stands:
+                    self._apply(at, done, total)
+                    stands += 1
+            if stands == step:
+                self.cohort.synced()
+                assert self._epoch is not None
+                if me in self.cohort.await_epoch(self._agreed_epoch()).active:
+                    self._event_of_group("joined", step=step, seconds=time.monotonic() - start)
+                    return step
+
+    def _land(self, first: int) -> int | None:
+        """The step of the snapshot that has arrived on all ranks of this group, put in place; else None. `first`: the
+        step of the oldest sum that is kept."""
+        assert self._epoch is not None
+        join, found = self._epoch.joins.get(self.cohort.seat.group), self.landing.arrived
+        here = join is not None and found is not None and (found.donor, found.step) == (join.donor, join.step)
+        step = found.step if here and found is not None and found.step >= first else -1
+        least = torch.tensor([float(-step)], dtype=torch.float64, device=self.parts.mesh.device)
+        if -float(self.parts.mesh.max_over_world(least)) < 0 or found is None:
+            return None
+        found.put(self.parts)
+        self.landing.arrived = None
+        return found.step
+
+    # ---- a step
+
+    def _batches(self, first_step: int) -> Iterator[Batch]:
+        yield from ()  # each step reads what it is dealt
+
+    def _step(self, step: int, batches: Iterator[Batch]) -> StepResult:
+        del batches
+        self.reporter.phase(step + 1, "training")
+        work = self._new_work(step)
+        return self._apply(step, work, self._sum(step, work))
+
+    def _new_work(self, step: int) -> _Work:
+        passes = self.parts.step.passes
+        start = time.perf_counter()
+        like = passes.run(iter(()), 0, step)
+        spec = self.parts.spec
+        if spec.moe is not None and moe_layers(spec):
+            shape = (len(moe_layers(spec)), spec.moe.num_experts)
+            like.expert_load = torch.zeros(shape, dtype=torch.float64, device=self.parts.mesh.device)
+        return _Work(Kept(self.parts.optimizer, like, exact=self.exact), start=start)
+
+    def _apply(self, step: int, work: _Work, total: Buffers) -> StepResult:
+        mine, stop = work.kept.give(total)
+        return self.parts.step.commit(step, mine, work.start, stop)
+
+    def _sum(self, step: int, work: _Work) -> Buffers:
+        """The sum of step `step` over all groups, once it is true."""
+        while True:
+            epoch = self._enter(step)
+            if not self._compute(step, epoch, work):
+                continue  # a newer epoch has come
+            total = work.kept.buffers.copy()
+            assert self._across is not None
+            try:
+                with self.parts.step.passes.phases("comm_s"):
+                    self._across.reduce([total.gradients, total.sums, total.loose], [total.maxima])
+            except GivenUp as gone:
+                if gone.failed:
+                    self.cohort.stuck(epoch.number)
+                self.cohort.await_epoch(epoch.number + 1)
+                continue
+            self.cohort.vote(epoch.number, step, total.digest())
+            if self.cohort.await_outcome(epoch.number, step):
+                return total
+
+    def _agreed_epoch(self) -> int:
+        """The newest epoch that any rank of this group has heard of."""
+        mesh = self.parts.mesh
+        newest = torch.tensor([float(self.cohort.newest)], dtype=torch.float64, device=mesh.device)
+        return int(mesh.max_over_world(newest))
+
+    def _enter(self, step: int) -> Epoch:
+        """The newest epoch, with its link under way, and the state for joiners too."""
+        epoch = self.cohort.await_epoch(self._agreed_epoch())
+        if epoch is self._epoch:
+            return epoch
+        if self._across is not None:
+            self._across.drop()
+        self._epoch = epoch
+        members, number = epoch.members, epoch.number
+        index = members.index(self.cohort.seat.group)
+        connect = None if len(members) == 1 else (lambda: self.connector.link(epoch, index))
+        self._across = Across(connect, given_up=lambda: self.cohort.newer_than(number))
+        self._donate(step, epoch)
+        return epoch
+
+    def _compute(self, step: int, epoch: Epoch, work: _Work) -> bool:
+        """Run the units of this group's share that it hasn't run yet. False once a newer epoch has come."""
+        passes, parallel = self.parts.step.passes, self.parts.parallel
+        todo = [u for u in self._share(step, epoch) if u not in work.kept.units]
+        each = self.job.micro_batches
+        ids = [batch for unit in todo for batch in self._micro_batches(step, unit)]
+        with Reader(self.train_data, ids, self.job.data.workers) as reader:
+            batches = (to_tensors(batch, self.parts.mesh.device) for batch in reader)
+            for unit in todo:
+                stop = self.reporter.stop_requested
+                mine = passes.run(batches, each, step)
+                with passes.phases("comm_s"):
+                    parallel.finish()
+                work.kept.take(unit, self._with_load(mine), stop=stop)
+                if self._agreed_epoch() > epoch.number:
+                    return False
+        return True
+
+    def _share(self, step: int, epoch: Epoch) -> tuple[int, ...]:
+        """What the epoch deals to this group. Shares of later steps of the same epoch follow from it alone."""
+        me = self.cohort.seat.group
+        if epoch.step == step:
+            return epoch.shares.get(me, ())
+        if me not in epoch.active:
+            return ()
+        dealt = deal(step, len(units_of_step(self.job, step)), len(epoch.active))
+        return tuple(dealt[epoch.active.index(me)])
+
+    def _micro_batches(self, step: int, unit: int) -> list[list[int]]:
+        """The sample ids of each micro-batch of a unit that this rank runs."""
+        part, micro = self.job.unit // self.job.shard, self.job.train.micro_batch
+        at = self.parts.mesh.at("shard") * part
+        ids = list(units_of_step(self.job, step)[unit])[at : at + part]
+        return [ids[i : i + micro] for i in range(0, part, micro)]
+
+    def _with_load(self, mine: Contribution) -> Contribution:
+        if mine.expert_load is None:
+            return mine
+        return replace(mine, expert_load=mine.expert_load.to(torch.float64))
+
+    # ---- giving the state
+
+    def _donate(self, step: int, epoch: Epoch) -> None:
+        """Start sending this rank's state to each joiner that the epoch gives to this group, unless it is under way."""
+        me = self.cohort.seat.group
+        for joiner, join in epoch.joins.items():
+            if join.donor != me or join.step != step or (joiner, join.step) in self._sent:
+                continue
+            self._sent.add((joiner, join.step))
+            start = time.perf_counter()
+            snapshot = Snapshot.take(self.parts, me, step)
+            self._event_of_group("donated", step=step, to=joiner, stall_s=time.perf_counter() - start)
+
+            def deliver(snapshot: Snapshot = snapshot, join: Any = join) -> None:
+                try:
+                    send(snapshot, join, self.secret)
+                except OSError as error:  # the joiner is gone: the coordinator says what follows
+                    self._event_of_group("transfer_failed", step=snapshot.step, why=str(error))
+
+            threading.Thread(target=deliver, name="bessemer-donor", daemon=True).start()
+
+    def _event_of_group(self, name: str, **fields: Any) -> None:
+        """One event for the group, from its first rank."""
+        if self.parts.mesh.rank == 0:
+            self.reporter.event(name, group=self.cohort.seat.group, **fields)
