@@ -35,11 +35,13 @@ from bessemer.core.rank_memory import (
     Copies,
     Passing,
     Sharing,
+    final_norm_elements,
     held_bytes,
     rotation_bytes,
     scattered_bytes,
     sharing_of,
     state_lines,
+    vector_elements,
     working_bytes,
 )
 from bessemer.core.recipes import RECIPES
@@ -118,7 +120,14 @@ def rank_lines(job: Job, spec: ModelSpec) -> list[dict[str, int]]:
         sizes = sorted(blocks, key=lambda b: sharing.sharded_dense * b.dense + sharing.sharded_experts * b.experts)
         largest = functools.reduce(Elements.plus, sizes[-2:])
         ends = end_elements(spec, layout, begins=held.begins, ends=held.ends).dense
-        lines = state_lines(rank_elements(spec, layout, held), sharing, ends=ends, blocks=largest)
+        lines = state_lines(
+            rank_elements(spec, layout, held),
+            sharing,
+            ends=ends,
+            blocks=largest,
+            final_norm=held.ends * final_norm_elements(spec),
+            moments=job.precision.moments,
+        )
         lines |= _passing_lines(job, spec, rank, stages)
         lines["working"] += scattered_bytes(sizes[-1], sharing)
         found.append({name: math.ceil(size) for name, size in lines.items()})
@@ -242,12 +251,17 @@ def widest_matrix(spec: ModelSpec, layout: Layout, *, moe: bool) -> int:
 
 
 def _checkpoint_copy(job: Job, spec: ModelSpec) -> int:
-    """This rank's part of a checkpoint: ranks that hold the same write different parts of it."""
+    """This rank's part of a checkpoint: ranks that hold the same write different parts of it. Narrow moments are
+    written in bfloat16."""
     layout, largest = job.layout, 0
     for stages in layers_by_stage(spec, layout, job.data.seq_len):
-        e = rank_elements(spec, layout, HeldLayers.of(spec, itertools.chain(*stages.values())))
+        held = HeldLayers.of(spec, itertools.chain(*stages.values()))
+        e = rank_elements(spec, layout, held)
+        ends = end_elements(spec, layout, begins=held.begins, ends=held.ends).dense
+        vectors = vector_elements(e, ends, held.ends * final_norm_elements(spec))
         one_moment = e.matrices + e.experts if job.train.optimizer == "muon" else 0
-        largest = max(largest, 3 * (e.dense + e.experts) - one_moment)
+        narrow = e.dense + e.experts - e.untrained - vectors if job.precision.moments != "fp32" else 0
+        largest = max(largest, 3 * (e.dense + e.experts) - one_moment - narrow)  # two halves of float32
     return math.ceil(MASTER_BYTES * largest / layout.dp)
 
 

@@ -14,19 +14,26 @@ from bessemer.core.model import ModelSpec
 
 __all__ = [
     "MASTER_BYTES",
+    "MOMENT_GROUP",
     "Copies",
     "Passing",
     "Sharing",
+    "final_norm_elements",
     "held_bytes",
+    "moment_bytes",
     "rotation_bytes",
     "scattered_bytes",
     "sharing_of",
     "state_lines",
+    "vector_elements",
     "working_bytes",
 ]
 
 MASTER_BYTES = 4
-"""Master parameters, gradients and optimizer state are fp32 under every recipe; so is the residual stream."""
+"""Master parameters and gradients are fp32 under every recipe; so is the residual stream, and optimizer state as far
+as `precision.moments` leaves it."""
+MOMENT_GROUP = 128
+"""Elements that share a range where moments are FP8 (`precision/expanded.py`)."""
 LOGIT_CHUNK_BYTES = 16 << 20
 """The loss holds logits of at most this size at a time (`ops.cross_entropy`)."""
 
@@ -86,11 +93,30 @@ def sharing_of(c: Copies, hidden: int, *, sharded: Any, full: Any, accumulates: 
     )
 
 
-def state_lines(rank: Elements, s: Sharing, *, ends: Any, blocks: Any) -> dict[str, Any]:
+def moment_bytes(kind: str) -> float:
+    """Of AdamW's two moments of an element of a matrix, by `precision.moments`. FP8 has a code an element and two
+    bfloat16 numbers a group; what a group lacks at the end of a tensor isn't counted."""
+    return {"fp32": 8.0, "bf16": 4.0, "fp8": 2 * (1 + 4 / MOMENT_GROUP)}[kind]
+
+
+def final_norm_elements(spec: ModelSpec) -> int:
+    """Of the norm after the last block."""
+    return spec.hidden_size * (2 if spec.norm == "layernorm" else 1)
+
+
+def vector_elements(rank: Elements, ends: Any, final_norm: Any) -> Any:
+    """Of a rank's norms and biases. ends: elements outside of blocks, `final_norm` of them in a norm."""
+    return rank.dense - rank.untrained - rank.matrices - ends + final_norm
+
+
+def state_lines(
+    rank: Elements, s: Sharing, *, ends: Any, blocks: Any, final_norm: Any, moments: str = "fp32"
+) -> dict[str, Any]:
     """Bytes of weights, gradients, gradient_sum, optimizer and gathered.
 
     rank: all that it holds. Of what FSDP gathers block by block: `ends`, elements outside of blocks, which stay for a
-    whole pass; `blocks`: `Elements` of the two largest blocks, the one at work and the next on its way.
+    whole pass; `blocks`: `Elements` of the two largest blocks, the one at work and the next on its way. final_norm: how
+    many of `ends` are in a norm. moments: `precision.moments`, which spares what has one dimension.
     """
     trained = rank.dense - rank.untrained
     local = trained / s.dense + rank.experts / s.experts
@@ -106,7 +132,10 @@ def state_lines(rank: Elements, s: Sharing, *, ends: Any, blocks: Any) -> dict[s
         "optimizer": 2 * local - one_moment,
         "gathered": gathered,
     }
-    return {name: MASTER_BYTES * count for name, count in elements.items()}
+    lines = {name: MASTER_BYTES * count for name, count in elements.items()}
+    narrow = (trained - vector_elements(rank, ends, final_norm)) / s.dense + rank.experts / s.experts
+    lines["optimizer"] = lines["optimizer"] - (moment_bytes("fp32") - moment_bytes(moments)) * narrow
+    return lines
 
 
 def scattered_bytes(block: Elements, s: Sharing) -> Any:

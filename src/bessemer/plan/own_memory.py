@@ -21,6 +21,7 @@ from bessemer.core.rank_memory import (
     Copies,
     Passing,
     Sharing,
+    final_norm_elements,
     held_bytes,
     rotation_bytes,
     scattered_bytes,
@@ -52,14 +53,16 @@ _PUT_OFF = (0.9, 2.0, 8.0, 30.0)
 recompute, with some, with all. For each of these the fullest moment is looked for, and the fullest with a loss."""
 
 
-def own_memory(lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtime_bytes: float = 0.0) -> Memory:
+def own_memory(
+    lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtime_bytes: float = 0.0, moments: str = "fp32"
+) -> Memory:
     """The heaviest rank. Of ranks that hold alike, only the first, where most micro-batches wait for their backward
     pass, and the last, where most put-off weight gradients do.
 
-    runtime_bytes: what the device's libraries take for themselves."""
+    runtime_bytes: what the device's libraries take for themselves. moments: `precision.moments`."""
     if len(lay) == 0:
         return Memory(dict.fromkeys(MEMORY_LINES, np.zeros(0)), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    ranks = _Ranks(lay, spec, seq, num_micro)
+    ranks = _Ranks(lay, spec, seq, num_micro, moments=moments)
     found, slot = ranks.lines(0), np.zeros(len(lay), np.int64)
     total = np.sum(list(found.values()), axis=0)
     runtime = np.full(len(lay), float(runtime_bytes))
@@ -73,10 +76,10 @@ def own_memory(lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtim
 
 
 def own_rank_lines(
-    lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtime_bytes: float = 0.0
+    lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtime_bytes: float = 0.0, moments: str = "fp32"
 ) -> list[dict[str, float]]:
     """Bytes by line of each pipeline rank of one layout."""
-    ranks = _Ranks(lay, spec, seq, num_micro, every=True)
+    ranks = _Ranks(lay, spec, seq, num_micro, every=True, moments=moments)
     lines = [{name: float(size[0]) for name, size in ranks.lines(slot).items()} for slot in range(ranks.slots)]
     return [{**rank, "runtime": runtime_bytes} for rank in lines]
 
@@ -84,8 +87,10 @@ def own_rank_lines(
 class _Ranks:
     """Layouts with their pipeline ranks in `slots`; where a layout has fewer, its last one is repeated."""
 
-    def __init__(self, lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, *, every: bool = False) -> None:
-        self.lay, self.spec, self.num_micro = lay, spec, num_micro
+    def __init__(
+        self, lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, *, moments: str, every: bool = False
+    ) -> None:
+        self.lay, self.spec, self.num_micro, self._moments = lay, spec, num_micro, moments
         columns = ("pp", "schedule", "virtual_stages", "first_layers", "last_layers")
         most = np.minimum(np.asarray(num_micro), _ROUNDS * lay.pp).astype(np.int64)
         kinds, which = _unique(lay, columns, functools.partial(_ranks, spec, int(seq), every), most)
@@ -134,7 +139,10 @@ class _Ranks:
         second = _where(moe > 1, routed, Elements(0).plus(plain, dense > (moe == 0)))
         if mtp:
             first, second = _where(ends > 0, ahead, first), _where(ends > 0, first, second)
-        lines = state_lines(whole, s, ends=around, blocks=first.plus(second))
+        final_norm = ends * final_norm_elements(self.spec)
+        lines = state_lines(
+            whole, s, ends=around, blocks=first.plus(second), final_norm=final_norm, moments=self._moments
+        )
         return lines, scattered_bytes(first, s)
 
     def _pass(self, moments: list[Any], moe: Any, layers: Any, ends: Any) -> tuple[Any, Any]:

@@ -81,7 +81,7 @@ def assemble(job: Job, spec: ModelSpec, mesh: Mesh, how: Quantising | None = Non
     if how is not None:
         quantise(module, how)
     parallel = DataParallel(module, mesh, job.layout.dp_shard)
-    optimizer = Optimizer(module, job.train, mesh)
+    optimizer = Optimizer(module, job, mesh)
     on_bad = partial(stop_non_finite, job, mesh, parallel)
     names = () if how is None else amax_names(spec, how)
     step = Step(job, spec, mesh, parallel, optimizer, on_bad=on_bad, amax_names=names)

@@ -47,11 +47,10 @@ def state_bytes(job: Job, module: Decoder, mesh: Mesh) -> dict[str, int]:
     whole = 0
     if _gradients_stay_whole(job, mesh):
         whole = sum(p.nbytes for p in trained.values() if isinstance(p, DTensor))
-    state = Optimizer(module, job.train, mesh).state_tensors()
     return {
         "weights": _local_bytes(params.values()),
         "gradients": _local_bytes(trained.values()) + summed + whole,
-        "optimizer": sum(_local_bytes(tensors.values()) for tensors in state.values()),
+        "optimizer": _local_bytes(Optimizer(module, job, mesh).kept()),
         "gathered": _gathered_bytes(module, job.layout.dp_shard),
     }
 

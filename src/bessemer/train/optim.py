@@ -1,23 +1,25 @@
-"""Optimisers: fused AdamW, and Muon for the hidden matrices with AdamW for the rest.
+"""Optimisers: AdamW, torch's fused one or that of narrow moments, and Muon for the hidden matrices with AdamW for the
+rest.
 
-Both act on the model's own parameters, which may pack several logical matrices (q, k, v) or be sharded; Muon
+All act on the model's own parameters, which may pack several logical matrices (q, k, v) or be sharded; Muon
 orthogonalises each *logical* matrix whole, so that neither packing nor sharding changes the update.
 State tensors have the shape of their parameter and are saved under canonical names (`train/state.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from bessemer.core.job import TrainSection
+from bessemer.core.job import Job, TrainSection
 from bessemer.models.canonical import Piece, local, local_box, local_rows, pieces
 from bessemer.parallel.copies import whole_block
 from bessemer.parallel.mesh import Mesh
+from bessemer.train.moments import ADAMW_MOMENTS, NarrowAdamW
 
 __all__ = ["Muon", "Optimizer", "moments", "orthogonalise"]
 
@@ -26,7 +28,6 @@ MUON_MOMENTUM = 0.95
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 """Coefficients of the quintic iteration, Jordan et al. 2024 (kellerjordan.github.io/posts/muon)."""
 
-ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 MUON_MOMENTS = ("momentum",)
 
 
@@ -118,17 +119,20 @@ class Muon(torch.optim.Optimizer):
 class Optimizer:
     """The optimisers of a job as one: `step(lr_factor)`, and every state tensor with its parameter's name.
 
-    Weight decay is decoupled and spares norms and biases, that is, every parameter with less than two dimensions.
+    Weight decay is decoupled and spares norms and biases, that is, every parameter with less than two dimensions; their
+    moments are float32 whatever `precision.moments` says.
     """
 
-    def __init__(self, module: nn.Module, train: TrainSection, mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, job: Job, mesh: Mesh) -> None:
+        train, kind = job.train, job.precision.moments
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         inner = ("blocks.", "mtp.")
         hidden = {n for n, p in named if train.optimizer == "muon" and n.startswith(inner) and p.ndim >= 2}
+        narrow = {n: p for n, p in named if kind != "fp32" and p.ndim >= 2}
         self.params = dict(module.named_parameters())  # those without a gradient are state too
         groups: dict[tuple[bool, object], list[nn.Parameter]] = {}  # a fused update is of one mesh's tensors
         for name, p in named:
-            if name not in hidden:
+            if name not in hidden and name not in narrow:
                 mesh_of = p.device_mesh if isinstance(p, DTensor) else None
                 groups.setdefault((p.ndim >= 2, mesh_of), []).append(p)
         adamw = torch.optim.AdamW(
@@ -143,8 +147,12 @@ class Optimizer:
         )
         self._base_lr: list[tuple[torch.optim.Optimizer, float]] = [(adamw, train.lr)]
         self._kinds: dict[str, tuple[torch.optim.Optimizer, tuple[str, ...]]] = {
-            n: (adamw, ADAMW_MOMENTS) for n, _ in named if n not in hidden
+            n: (adamw, ADAMW_MOMENTS) for n, _ in named if n not in hidden and n not in narrow
         }
+        self._narrow: NarrowAdamW | None = None
+        if kind != "fp32":
+            self._narrow = NarrowAdamW(module, narrow, train, kind)
+            self._base_lr.append((self._narrow, train.lr))
         if hidden:
             muon = self._muon(module, train, hidden, mesh)
             self._base_lr.append((muon, train.muon_lr or MUON_LR))
@@ -176,14 +184,29 @@ class Optimizer:
                 param = self.params[name]
                 # a fused update reads it where it runs
                 optimizer.state[param]["step"] = torch.tensor(float(steps), device=param.device)
+        if self._narrow is not None:
+            self._narrow.steps = steps
 
     def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """{state name: {parameter name: tensor of the parameter's shape and sharding}}."""
-        found: dict[str, dict[str, torch.Tensor]] = {}
+        """{state name: {parameter name: tensor of the parameter's shape and sharding}}: the state itself, but copies in
+        bfloat16 of moments in FP8 (`take` keeps what was written into them)."""
+        found: dict[str, dict[str, torch.Tensor]] = {} if self._narrow is None else self._narrow.state_tensors()
         for name, (optimizer, keys) in self._kinds.items():
             for key in keys:
                 found.setdefault(key, {})[name] = optimizer.state[self.params[name]][key]
         return found
+
+    def take(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Go on from the values that were written into what `state_tensors` gave."""
+        if self._narrow is not None:
+            self._narrow.take(state)
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        """The tensors that really hold the state."""
+        for name, (optimizer, keys) in self._kinds.items():
+            yield from (optimizer.state[self.params[name]][key] for key in keys)
+        if self._narrow is not None:
+            yield from self._narrow.kept()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by parameter, sharded like it; a parameter without one is left out."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from bessemer.core.errors import CheckpointError
 from bessemer.core.job import Job
 from bessemer.core.paths import user_path
 from bessemer.keep.checkpoint import Checkpoint, CheckpointFolder
+from bessemer.keep.slices import Slice, dtype_name, torch_dtype
 from bessemer.models.quantise import refresh_amax
 from bessemer.train.assembly import Assembly
-from bessemer.train.state import state_names, state_slices
+from bessemer.train.state import OPTIMIZER_PREFIX, filled_slices, state_names
 
 __all__ = ["Restored", "checkpoint_meta", "restore"]
 
@@ -59,10 +61,23 @@ def restore(parts: Assembly, run_folder: Path, data_fingerprint: str) -> Restore
     with Checkpoint.open(Path(choice["path"])) as checkpoint:
         _check_meta(checkpoint.meta, job, data_fingerprint, choice["path"])
         names = state_names(parts.spec, job.train, parts.step.passes.amax_names)
-        checkpoint.read_into(state_slices(parts.module, parts.optimizer), expected=names)
+        with filled_slices(parts.module, parts.optimizer) as slices:
+            _read(checkpoint, slices, names)
     refresh_amax(parts.module)
     parts.optimizer.set_steps(checkpoint.step)
     return Restored(checkpoint.step, choice["path"], choice["why"])
+
+
+def _read(checkpoint: Checkpoint, slices: list[Slice], names: list[str]) -> None:
+    """Fill the slices. Moments that were kept in another type (`precision.moments`) are converted, one at a time."""
+    stored = {name: checkpoint.info(name).dtype for name in checkpoint.names() if name.startswith(OPTIMIZER_PREFIX)}
+    own = [dtype_name(s.tensor.dtype) for s in slices]
+    other = [{stored.get(s.name, dtype), dtype} == {"F32", "BF16"} for s, dtype in zip(slices, own, strict=True)]
+    checkpoint.read_into([s for s, differs in zip(slices, other, strict=True) if not differs], expected=names)
+    for s in itertools.compress(slices, other):
+        read = torch.empty_like(s.tensor, dtype=torch_dtype(stored[s.name]))
+        checkpoint.read_into([replace(s, tensor=read)], partial=True)
+        s.tensor.copy_(read)
 
 
 def _choose(job: Job, run_folder: Path) -> dict[str, str | None]:

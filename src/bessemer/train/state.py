@@ -7,7 +7,8 @@ them that writes it, so that all write in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -21,7 +22,15 @@ from bessemer.parallel.copies import Copies, copies_of
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.optim import Optimizer, moments
 
-__all__ = ["HISTORY_PREFIX", "OPTIMIZER_PREFIX", "owned_slices", "slices_of", "state_names", "state_slices"]
+__all__ = [
+    "HISTORY_PREFIX",
+    "OPTIMIZER_PREFIX",
+    "filled_slices",
+    "owned_slices",
+    "slices_of",
+    "state_names",
+    "state_slices",
+]
 
 OPTIMIZER_PREFIX = "optim."
 HISTORY_PREFIX = "precision.history/"
@@ -29,10 +38,21 @@ HISTORY_PREFIX = "precision.history/"
 
 
 def state_slices(module: nn.Module, optimizer: Optimizer | None) -> list[Slice]:
-    """Every slice of parameters and optimizer state, and every history of amaxes, that this rank holds; the tensors are
-    views, not copies."""
-    found = [s for prefix, named in _named(module, optimizer).items() for s in slices_of(module, named, prefix)]
-    return found + _history_slices(module)
+    """Every slice of parameters, optimizer state and histories of amaxes that this rank holds; the tensors are views,
+    but moments in FP8 copies in bfloat16."""
+    return _slices(module, _named(module, optimizer))
+
+
+@contextmanager
+def filled_slices(module: nn.Module, optimizer: Optimizer) -> Iterator[list[Slice]]:
+    """`state_slices` to write into: at the end the rank holds what was written."""
+    found = _named(module, optimizer)
+    yield _slices(module, found)
+    optimizer.take({prefix[len(OPTIMIZER_PREFIX) : -1]: named for prefix, named in found.items() if prefix})
+
+
+def _slices(module: nn.Module, found: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Slice]:
+    return [s for prefix, named in found.items() for s in slices_of(module, named, prefix)] + _history_slices(module)
 
 
 def _history_slices(module: nn.Module) -> list[Slice]:
