@@ -18,18 +18,21 @@ from train.toy import run_steps, toy_parts
 from bessemer.core.held import layers_by_stage
 from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
+from bessemer.models.quantise import why_kept
 from bessemer.plan.parameters import rank_parameters
 from bessemer.plan.traffic import traffic
+from bessemer.train.assembly import quantising
 
 SP: dict[str, Any] = {"sequence_parallel": True}
 FULL: dict[str, Any] = {"dp_shard": "full"}
 Bytes = Counter[tuple[str, str]]
 Counted = dict[str, tuple[Bytes, dict[str, Any]]]
-"""By job, of a rank's first step: bytes by names of a group and operation; and the shapes of its parameters."""
+"""By job, of a rank's step: bytes by names of a group and operation; and the shapes of its parameters."""
 
 
-def bf16(job: Job) -> Job:
-    return job.model_copy(update={"precision": job.precision.model_copy(update={"recipe": "bf16"})})
+def bf16(job: Job, recipe: str = "bf16", **fields: Any) -> Job:
+    """The job under another recipe, and other fields of precision."""
+    return job.model_copy(update={"precision": job.precision.model_copy(update={"recipe": recipe} | fields)})
 
 
 def of_batch(global_batch: int, job: Job) -> Job:
@@ -65,6 +68,19 @@ EVEN: dict[str, Job] = {
     "dp2 full tp2 sequence": job_of(dp=2, tp=2, **FULL, **SP),
     "tp2 pp2": job_of(tp=2, pp=2),
     "dp2 tp2 with a unit more on one replica": of_batch(6, job_of(dp=2, tp=2)),
+    "dp2 full gathers bf16": bf16(job_of("gpt2", dp=2, **FULL), gather="bf16"),
+    "qwen3 dp2 full fp8-current gathers fp8": bf16(job_of("qwen3", dp=2, **FULL), "fp8-current", gather="fp8"),
+    "dp2 optimizer fp8-delayed gathers fp8": bf16(job_of(dp=2, dp_shard="optimizer"), "fp8-delayed", gather="fp8"),
+    "dp2 full fp8-delayed gathers fp8, second step": bf16(job_of(dp=2, **FULL), "fp8-delayed", gather="fp8"),
+    "dp2 full mxfp8 gathers bf16": bf16(job_of(dp=2, **FULL), "mxfp8", gather="bf16"),
+    "cp2 gradient fp8-current gathers fp8": bf16(job_of(cp=2, dp_shard="gradient"), "fp8-current", gather="fp8"),
+    "tp2 fp8-current smooth": bf16(job_of(tp=2), "fp8-current", smooth=True),
+    "dp4 two replicas of full shards, mxfp8 gathers fp8": bf16(
+        job_of("deepseek_v3", dp=4, replicas=2, **FULL), "mxfp8", gather="fp8"
+    ),
+    "dp2 full tp2 sequence fp8-delayed gathers fp8": bf16(
+        job_of(dp=2, tp=2, **FULL, **SP), "fp8-delayed", gather="fp8", smooth=True, high_last=1
+    ),
 }
 """Ranks of one place in the pipeline exchange alike: equal on every rank."""
 
@@ -75,8 +91,21 @@ UNEVEN: dict[str, Job] = {
     "dp2 full pp2 interleaved": job_of(layers=4, dp=2, pp=2, virtual_stages=2, **FULL),
     "deepseek_v3 pp2 ep2 tp2 sequence": job_of("deepseek_v3", pp=2, ep=2, tp=2, **SP),
     "mixtral dp2 gradient cp2 ep4": job_of("mixtral", dp=2, cp=2, ep=4, dp_shard="gradient"),
+    "mixtral ep2 dispatches fp8": bf16(job_of("mixtral", dp=2, ep=2), dispatch="fp8"),
+    "deepseek_v3 dp2 full gathers bf16": bf16(job_of("deepseek_v3", dp=2, **FULL), gather="bf16"),
+    "deepseek_v3 dp2 full tp2 sequence etp2 fp8-block128 gathers and dispatches fp8": bf16(
+        job_of("deepseek_v3", dp=2, tp=2, etp=2, **FULL, **SP), "fp8-block128", gather="fp8", dispatch="fp8"
+    ),
+    "dp2 full pp2 interleaved fp8-row gathers fp8": bf16(
+        job_of(layers=4, dp=2, pp=2, virtual_stages=2, **FULL), "fp8-row", gather="fp8"
+    ),
 }
 """Rows go where the router sends them, or FSDP cuts what doesn't come out even: equal in the sum over ranks."""
+
+
+def step_of(name: str) -> int:
+    """Which step of the job is counted."""
+    return int(name.endswith("second step"))
 
 
 def counted(rank: int, world: int, jobs: dict[str, Job]) -> Counted:
@@ -86,8 +115,9 @@ def counted(rank: int, world: int, jobs: dict[str, Job]) -> Counted:
     for name, job in jobs.items():
         parts = toy_parts(job, rank)
         shapes = {n: tuple(p.shape) for n, p in parts.module.named_parameters()}
+        list(run_steps(parts, 0, step_of(name)))
         comm.reset_collected()
-        list(run_steps(parts, 0, 1))
+        list(run_steps(parts, step_of(name), step_of(name) + 1))
         found[name] = Counter({key: one.bytes for key, one in comm.collected().items()}), shapes
     return found
 
@@ -102,11 +132,12 @@ def batch(world: int) -> list[Counted]:
 
 def compared(name: str, job: Job) -> list[tuple[Bytes, Bytes]]:
     """(counted, closed form) of each rank; a group that serves several purposes is counted under all their names."""
-    spec, pairs = resolve_model(job.model), []
+    spec, how, pairs = resolve_model(job.model), quantising(job), []
+    kept = [] if how is None else [layer for layer, why in why_kept(spec, how).items() if why]
     for rank, results in enumerate(batch(job.layout.world_size)):
         found, expected = results[name][0], Bytes()
         names = {single: joined for joined, _ in found for single in joined.split("+")}
-        for group, operations in traffic(spec, job, rank).items():
+        for group, operations in traffic(spec, job, rank, step_of(name), kept).items():
             for operation, size in operations.items():
                 expected[names[group], operation] += size  # type: ignore[assignment]
         pairs.append((found, expected))

@@ -13,7 +13,18 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ContextExchange", "key_value_width", "query_output_width", "routed_bytes", "stream_bytes"]
+__all__ = [
+    "ContextExchange",
+    "coded_row_bytes",
+    "key_value_width",
+    "packed_bytes",
+    "query_output_width",
+    "routed_bytes",
+    "stream_bytes",
+]
+
+PART_BYTES = 16
+"""What FSDP's gather carries of a parameter, where it packs them, begins at multiples of this."""
 
 
 def stream_bytes(tokens: Any, width: Any, element_bytes: Any, share: Any = 1) -> Any:
@@ -77,3 +88,13 @@ class ContextExchange:
 def routed_bytes(tokens: Any, copies: Any, hidden: Any, element_bytes: Any) -> Any:
     """Tokens on their way to experts, or their results on the way home: `copies` rows of each are sent."""
     return tokens * copies * hidden * element_bytes
+
+
+def coded_row_bytes(width: Any, block: Any = 128) -> Any:
+    """Of a row in FP8: a code for each element, a scale of a byte for each `block` of them."""
+    return width - (-width // block)
+
+
+def packed_bytes(size: Any) -> Any:
+    """What a rank's share of a parameter of `size` bytes takes in a gather that packs parameters of several types."""
+    return -(-size // PART_BYTES) * PART_BYTES

@@ -19,33 +19,39 @@ float32. All is of a micro-batch, and of a layer that has the part, unless it sa
     pipeline     4 T D (SP: / tp) to and from each stage before or behind one of the rank's that is on another rank.
                  `ends`, a step: the gradient of an embedding that both ends hold.
     experts      8 etp X of counts; etp rows of D c a choice of an own token, four times: dispatch, combine, backward.
+                 With precision.dispatch = "fp8" two of these are rows of D + ceil(D / 128).
                  `sequence`: 4 X for each run of tokens that a balance loss averages over.
     data         A step: sums of gradients (`expert_data`: of experts; `replica`: between copies of the model).  With
                  FSDP gathers and scatters instead, see `_sharded`.
+    sequence     Under a quantised recipe with a scale per tensor: 4 for each amax, of a projection's input, of the
+                 logical tensors of its weight and of their gradients; with delayed scaling in the first step.
     block        A step: the squared norm.
-    world        A step: loss, tokens, loads of the experts; seconds of the phases.
+    world        A step: loss, tokens, loads of the experts; seconds of the phases; 12 a logical tensor with a history.
 
 Exact on every rank, but where ranks take uneven parts: of the rows that experts get, and of gradients of weights that
 FSDP cuts unevenly, it is the mean, exact in the sum over ranks. What is made again in the backward pass, Muon's whole
-matrices and the amaxes of quantised recipes are left out.
+matrices and amaxes of pieces (tp_chunks) and of channels (smooth, cp) are left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from bessemer.core.held import HeldLayers, layers_by_stage
 from bessemer.core.job import Job
+from bessemer.core.layout import Layout
 from bessemer.core.model import ModelSpec
 from bessemer.core.recipes import RECIPES
 from bessemer.core.schedules import SCHEDULES, rank_of_stage
 from bessemer.plan.exchanges import (
     ContextExchange,
+    coded_row_bytes,
     key_value_width,
+    packed_bytes,
     query_output_width,
     routed_bytes,
     stream_bytes,
@@ -65,17 +71,21 @@ Entry = tuple[str, str, float]
 """Group, operation, bytes."""
 
 
-def traffic(spec: ModelSpec, job: Job, rank: int = 0, step: int = 0) -> dict[str, dict[str, float]]:
+def traffic(
+    spec: ModelSpec, job: Job, rank: int = 0, step: int = 0, kept: Collection[tuple[int, str]] = ()
+) -> dict[str, dict[str, float]]:
     """Bytes of step `step` (from 0) on rank `rank`; groups of one rank are absent.
 
+    kept: (layer, name in its block) of the linear layers that a quantised recipe leaves as they are; which these are
+    `bessemer.models.quantise.why_kept` says. With delayed scaling histories are taken to be known after the first step.
     ValueError for a job with exchanges that the formulas leave out.
     """
     left_out = _left_out(job)
     if left_out:
         raise ValueError(f"there is no closed form of what {left_out} exchanges")
-    at = _Rank(spec, job, rank, step)
+    at = _Rank(spec, job, rank, step, frozenset(kept))
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for part in (_tensor, _context, _pipeline, _experts, _gradients, _partial_gradients, _commit):
+    for part in (_tensor, _context, _pipeline, _experts, _gradients, _partial_gradients, _amaxes, _commit):
         for group, operation, size in part(at):
             if size and at.sizes[group] > 1:
                 found[group][operation] += size
@@ -87,9 +97,9 @@ def _left_out(job: Job) -> str:
         return f'train.recompute = "{job.train.recompute}"'
     if job.train.optimizer != "adamw":
         return f'train.optimizer = "{job.train.optimizer}"'
-    if RECIPES[job.precision.recipe].quantised:
-        return f'precision.recipe = "{job.precision.recipe}"'
-    return ""
+    if RECIPES[job.precision.recipe].keeps_codes and job.layout.tp_chunks > 1:
+        return f"a scale for each piece of layout.tp_chunks = {job.layout.tp_chunks}"
+    return "precision.smooth with cp" if job.precision.smooth and job.layout.cp > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,7 @@ class _Rank:
     job: Job
     rank: int
     step: int
+    kept: frozenset[tuple[int, str]] = frozenset()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -164,6 +175,24 @@ class _Rank:
         each, extra = divmod(job.global_batch_at(self.step) // job.unit, replicas)
         replica = self.rank // self.sizes["block"]
         return (each + ((replica - self.step) % replicas < extra)) * job.micro_batches
+
+    def quantised(self, p: Parameter) -> bool:
+        """Whether the recipe quantises what reads this weight."""
+        path = p.name.split(".")
+        if path[0] not in ("blocks", "mtp") or len(p.shape) != 2 or "router" in path or "join" in path:
+            return False
+        layer = int(path[1]) + (self.spec.num_layers if path[0] == "mtp" else 0)
+        local = ".".join(path[3 if path[0] == "mtp" else 2 : -1])
+        return RECIPES[self.job.precision.recipe].quantised and (layer, local) not in self.kept
+
+    def smooth(self, p: Parameter) -> bool:
+        return self.job.precision.smooth and p.name.endswith(".down.weight")
+
+    def agrees(self, p: Parameter) -> bool:
+        """Whether ranks agree on scales of this weight's logical tensors: no history says them."""
+        recipe = RECIPES[self.job.precision.recipe]
+        remembered = recipe.name == "fp8-delayed" and self.step > 0 and not self.smooth(p)
+        return self.quantised(p) and recipe.keeps_codes and not remembered
 
     @property
     def tokens(self) -> int:
@@ -245,8 +274,10 @@ def _experts(at: _Rank) -> Iterator[Entry]:
         return
     times = at.num_micro * at.blocks.moe
     tokens, copies = at.tokens // layout.tp, moe.top_k * layout.etp
-    rows = routed_bytes(tokens, copies, at.spec.hidden_size, at.element_bytes)
-    yield "experts", "all_to_all", times * (COUNT * layout.etp * moe.num_experts + 4 * rows)
+    home = routed_bytes(tokens, copies, at.spec.hidden_size, at.element_bytes)
+    coded = at.job.precision.dispatch == "fp8"
+    out = routed_bytes(tokens, copies, coded_row_bytes(at.spec.hidden_size), 1) if coded else home
+    yield "experts", "all_to_all", times * (COUNT * layout.etp * moe.num_experts + 2 * (out + home))
     if moe.aux_loss_coef:
         runs = at.job.train.micro_batch if moe.aux_loss_per_sequence else 1
         yield "sequence", "all_reduce", times * WIDE * runs * moe.num_experts
@@ -275,10 +306,38 @@ def _sharded(at: _Rank, own: list[Parameter], group: str) -> Iterator[Entry]:
         size = WIDE * _filled_up(p, ranks)
         inside = p.name.startswith(("blocks.", "mtp."))
         passes = 2 * at.num_micro * (1 if inside else len(at.stages)) if kind == "full" else 1
-        yield group, "all_gather", passes * size
+        yield group, "all_gather", passes * _gathered(at, p, ranks)
+        if job.precision.gather == "fp8" and at.agrees(p) and not at.smooth(p):
+            for sharing in (group, "tensor"):
+                yield sharing, "all_reduce", passes * WIDE * _logical_tensors(p)
         if p.kind != "untrained":
             yield group, "reduce_scatter", scatters * size
             yield "replica", "all_reduce", size / ranks
+
+
+def _gathered(at: _Rank, p: Parameter, ranks: int) -> int:
+    """Bytes of a parameter in one gather: see `bessemer.parallel.gathering`."""
+    elements, gather = _filled_up(p, ranks), at.job.precision.gather
+    if gather == "fp32":
+        return WIDE * elements
+    share = elements // ranks
+    if len(p.shape) == 1 or p.name.startswith(("embed.", "pos_embed.")) or ".router." in p.name:
+        share *= WIDE
+    elif gather == "bf16" or not at.quantised(p) or at.smooth(p):
+        share *= 2
+    elif RECIPES[at.job.precision.recipe].scale_block:
+        share = share // p.row_elements * coded_row_bytes(p.row_elements, _wire_block(at.job))
+    return ranks * int(packed_bytes(share))
+
+
+def _wire_block(job: Job) -> int:
+    block = RECIPES[job.precision.recipe].scale_block
+    return block if block > 0 else 128
+
+
+def _logical_tensors(p: Parameter) -> int:
+    """That a weight packs."""
+    return {"qkv": 3, "gate_up": 2}.get(p.name.split(".")[-2], 1)
 
 
 def _filled_up(p: Parameter, ranks: int) -> int:
@@ -302,6 +361,13 @@ def _partial_gradients(at: _Rank) -> Iterator[Entry]:
     yield "ends", "all_reduce", WIDE * known * at.spec.hidden_size / sharing
 
 
+def _amaxes(at: _Rank) -> Iterator[Entry]:
+    """Of a projection's input and weights in the forward pass, of its gradients in the backward pass."""
+    for p in at.parameters:
+        if at.agrees(p):
+            yield "sequence", "all_reduce", at.num_micro * WIDE * (1 + 2 * _logical_tensors(p))
+
+
 def _commit(at: _Rank) -> Iterator[Entry]:
     """The squared norm, and the largest of the replicas'; loss, weight, whether to stop and the experts' loads; seconds
     of five phases twice."""
@@ -311,3 +377,6 @@ def _commit(at: _Rank) -> Iterator[Entry]:
     yield "block", "all_reduce", COUNT
     yield "replica", "all_reduce", COUNT
     yield "world", "all_reduce", COUNT * (3 + loads) + 2 * 5 * COUNT
+    if at.job.precision.recipe == "fp8-delayed":
+        whole = rank_parameters(spec, Layout(), range(spec.num_layers))
+        yield "world", "all_reduce", 3 * WIDE * sum(_logical_tensors(p) for p in whole if at.quantised(p))
