@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from bessemer import ops
 from bessemer.core.model import ModelSpec
 from bessemer.models.parts import Compute, FeedForward, Projection, Visible
+from bessemer.models.quantised import QuantisedExperts
 from bessemer.models.router import Router
+from bessemer.ops.grouped import GroupedProducts
 
 __all__ = ["Experts", "MixtureOfExperts", "expert_load", "held_routers", "moe_layers"]
 
@@ -30,7 +32,8 @@ class Stack(nn.Module):
 
 
 class Experts(nn.Module):
-    """The SwiGLU of every expert: gate, up [X, F, D] and down [X, D, F]."""
+    """The SwiGLU of every expert: gate, up [X, F, D] and down [X, D, F]; by a recipe, once `models.quantise` has chosen
+    it."""
 
     def __init__(self, spec: ModelSpec, compute: Compute, device: Any) -> None:
         super().__init__()
@@ -42,18 +45,25 @@ class Experts(nn.Module):
         self.up = Stack(experts, spec.hidden_size, width, device)
         self.down = Stack(experts, width, spec.hidden_size, device)
         self.compute = compute
+        self.quantised_up: QuantisedExperts | None = None
+        self.quantised_down: QuantisedExperts | None = None
 
     def forward(self, x_TD: Tensor, counts_X: Tensor) -> Tensor:
         """Rows sorted by expert, counts_X of each -> as many rows, in the compute type."""
         x_TD = x_TD.to(self.compute.dtype)
         part = self.compute.saving.part
         made_TF = part("activation", ops.swiglu, part("up", self._gate_up, x_TD, counts_X))
-        return ops.grouped_linear(made_TF, self.down.weight, counts_X)
+        how = self._how(self.quantised_down, made_TF, counts_X)
+        return ops.grouped_linear(made_TF, self.down.weight, counts_X, how)
 
     def _gate_up(self, x_TD: Tensor, counts_X: Tensor) -> Tensor:
-        gate = ops.grouped_linear(x_TD, self.gate.weight, counts_X)
-        up = ops.grouped_linear(x_TD, self.up.weight, counts_X)
-        return torch.cat((gate, up), -1)
+        how = self._how(self.quantised_up, x_TD, counts_X)
+        return ops.grouped_linear(x_TD, (self.gate.weight, self.up.weight), counts_X, how)
+
+    def _how(self, quantised: QuantisedExperts | None, x_TI: Tensor, counts_X: Tensor) -> GroupedProducts | None:
+        if quantised is None:
+            return None
+        return quantised.products(x_TI, counts_X, self.compute.dtype, self.compute.split)
 
 
 class MixtureOfExperts(nn.Module):

@@ -4,7 +4,8 @@ Embedding, head, router, norms, the attention core and the join of multi-token p
 first and last blocks where asked, and what is too small or oddly shaped to gain (`precision.shapes`). The choice looks
 at the whole model's sizes only, so that it is the same under every layout.
 
-Legend: N logical tensors of the whole model with quantised products; three roles x, weight, grad.
+Legend: N logical tensors of the whole model with quantised products, of stacked experts each for itself; three roles
+x, weight, grad.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 
 from bessemer.core.layout import Layout
 from bessemer.core.model import ModelSpec
-from bessemer.models.canonical import pieces
+from bessemer.models.canonical import pieces, shapes
 from bessemer.models.decoder import Decoder
+from bessemer.models.moe import Experts
 from bessemer.models.parts import Projection
-from bessemer.models.quantised import Quantised
+from bessemer.models.quantised import Quantised, QuantisedExperts
 from bessemer.precision import Numerics
 from bessemer.precision.shapes import layer_table
 
@@ -46,12 +48,14 @@ _TOKENS = 4096  # of a micro-batch, for the choice: so many that only the weight
 
 @dataclass(frozen=True)
 class Quantising:
-    """A recipe, how many of the first and last blocks it leaves alone, and whether down projections are smooth."""
+    """A recipe, how many of the first and last blocks it leaves alone, whether down projections are smooth, and
+    whether blocks keep their activations narrow for the backward pass."""
 
     numerics: Numerics
     high_first: int = 0
     high_last: int = 0
     smooth: bool = False
+    narrow: bool = False
     fall_back: bool = False  # what the watch finds misbehaving goes on without quantising
 
 
@@ -61,15 +65,14 @@ def why_kept(spec: ModelSpec, how: Quantising) -> dict[tuple[int, str], str]:
     multi-token prediction are numbered after the last layer, and count as that."""
     found: dict[tuple[int, str], str] = {}
     last = spec.num_layers - 1
-    for row in layer_table(spec, Layout(), how.numerics.recipe, micro_batch=1, seq_len=_TOKENS):
+    shares = 1 if spec.moe is None else -(-spec.moe.num_experts // spec.moe.top_k)  # each expert then gets as many
+    for row in layer_table(spec, Layout(), how.numerics.recipe, micro_batch=shares, seq_len=_TOKENS):
         for layer in row.layers:
-            found[layer, row.name] = row.plan.kept or _asked_high(min(layer, last), last, how, row.experts > 0)
+            found[layer, row.name] = row.plan.kept or _asked_high(min(layer, last), last, how)
     return found
 
 
-def _asked_high(layer: int, last: int, how: Quantising, experts: bool) -> str:
-    if experts:
-        return "the trainer runs routed experts without quantising"
+def _asked_high(layer: int, last: int, how: Quantising) -> str:
     if layer < how.high_first:
         return f"precision.high_first = {how.high_first}"
     return f"precision.high_last = {how.high_last}" if layer > last - how.high_last else ""
@@ -104,9 +107,33 @@ def quantise(model: Decoder, how: Quantising) -> None:
                     tuple(rows for _, rows in own),
                     module.weight.device,
                     smooth=how.smooth and local.endswith(".down"),
+                    narrow=how.narrow and not _read_elsewhere(model, local),
                     falls_back=how.fall_back,
                 )
+            elif isinstance(module, Experts):
+                kinds = [kind for kind in ("gate", "up", "down") if not kept[layer, f"{local}.{kind}"]]
+                stacks = {kind: names[f"{params[id(module)]}.{kind}.weight"][0][0] for kind in kinds}
+                _quantise_experts(module, how, stacks)
     refresh_amax(model)
+
+
+def _quantise_experts(module: Experts, how: Quantising, names: dict[str, str]) -> None:
+    """names: of the stacks chosen, by kind; gate and up are alike, so that both are or neither."""
+    experts = module.gate.weight.shape[0] * module.compute.split.experts.degree
+    device = module.gate.weight.device
+    if "gate" in names:
+        module.quantised_up = QuantisedExperts(how.numerics, (names["gate"], names["up"]), experts, device)
+    if "down" in names:
+        module.quantised_down = QuantisedExperts(how.numerics, (names["down"],), experts, device, smooth=how.smooth)
+
+
+def _read_elsewhere(model: Decoder, local: str) -> bool:
+    """Whether something else in the block keeps the same input: codes of it would be kept beside it."""
+    spec = model.spec
+    if local == "attn.o":  # attention keeps its result; of latent attention, as wide as keys
+        padded = spec.mla is not None and spec.mla.v_head_dim < spec.head_dim
+        return not padded or model.split.context.degree > 1
+    return local == "mlp.shared.gate_up" or local in ("attn.q_a", "attn.q", "attn.kv_a")
 
 
 @functools.lru_cache(maxsize=8)
@@ -119,20 +146,20 @@ def amax_names(spec: ModelSpec, how: Quantising) -> tuple[str, ...]:
     return tuple(name for held in _quantised(model) for name in held.names)
 
 
-def _quantised(model: nn.Module) -> Iterator[Quantised]:
+def _quantised(model: nn.Module) -> Iterator[Quantised | QuantisedExperts]:
     """Those with states."""
-    return (m for m in model.modules() if isinstance(m, Quantised) and m.numerics.delayed)
+    return (m for m in model.modules() if isinstance(m, Quantised | QuantisedExperts) and m.numerics.delayed)
 
 
 def histories(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(logical tensor, its history [3, H], a view) of those held here."""
+    """(logical tensor, its history [3, H], of stacked experts [X, 3, H], a view) of those held here."""
     for held in _quantised(model):
         yield from zip(held.names, held.history, strict=True)
 
 
 def key_draws(model: nn.Module, seed: int, step: int, tokens_BS: Tensor) -> None:
     """Before the forward pass of a micro-batch. Its tokens name it, so that whoever runs it draws the same."""
-    found = [m for m in model.modules() if isinstance(m, Quantised) and m.numerics.stochastic]
+    found = [m for m in model.modules() if isinstance(m, Quantised | QuantisedExperts) and m.numerics.stochastic]
     if found:
         name = zlib.crc32(tokens_BS.cpu().numpy().tobytes())
         for held in found:
@@ -148,19 +175,20 @@ def start_amax(model: nn.Module) -> None:
 
 def held_amax(model: nn.Module, names: tuple[str, ...], device: torch.device) -> Tensor:
     """What this rank's units have shown, float32 [N, 3]; 0 for what other ranks hold."""
-    table = torch.zeros(len(names), 3, device=device)
-    places = _places(names)
+    places = _places(model.spec, names)
+    table = torch.zeros(max((rows.stop for rows in places.values()), default=0), 3, device=device)
     for held in _quantised(model):
-        table[[places[name] for name in held.names]] = held.seen
+        for name, seen in zip(held.names, held.seen, strict=True):
+            table[places[name]] = seen
     return table
 
 
 @torch.no_grad()
 def advance_amax(model: nn.Module, names: tuple[str, ...], seen_N3: Tensor) -> None:
     """At the commit of a step: history' = f(history, amax), with the amax over all ranks."""
-    places = _places(names)
+    places = _places(model.spec, names)
     for held in _quantised(model):
-        held.advance(seen_N3[[places[name] for name in held.names]])
+        held.advance(torch.stack([seen_N3[places[name]] for name in held.names]).view_as(held.seen))
     refresh_amax(model)
 
 
@@ -177,5 +205,10 @@ def refresh_amax(model: nn.Module) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _places(names: tuple[str, ...]) -> dict[str, int]:
-    return {name: place for place, name in enumerate(names)}
+def _places(spec: ModelSpec, names: tuple[str, ...]) -> dict[str, slice]:
+    """The rows of each logical tensor in the table: one, or one for each of its experts."""
+    places, end = {}, 0
+    for name in names:
+        shape = shapes(spec)[f"{name}.weight"]
+        places[name] = slice(end, end := end + (shape[0] if len(shape) == 3 else 1))
+    return places

@@ -27,7 +27,7 @@ from bessemer.precision.product import hadamard
 from bessemer.precision.products import ROLES
 from bessemer.precision.scaled import TENSOR, Scaled, Scheme, quantise, scale_from
 
-__all__ = ["QuantGrouped", "run_amax"]
+__all__ = ["QuantGrouped", "run_amax", "run_channels"]
 
 _ROTATED = 16  # rows that `hadamard` rotates together
 
@@ -43,6 +43,15 @@ def run_amax(x_TC: Tensor, expert_T: Tensor, experts: int) -> Tensor:
     """float32 [X]: max |x| over the rows of each expert, NaN or Inf if any element is, 0 without rows."""
     rows_T = _size(x_TC).amax(1) if x_TC.shape[1] else x_TC.new_zeros(x_TC.shape[0])
     return x_TC.new_zeros(experts).scatter_reduce_(0, expert_T, rows_T, "amax").float()
+
+
+def run_channels(h_TF: Tensor, counts_X: Tensor, agree: Callable[[Tensor], Tensor]) -> Tensor:
+    """float32 [X, F]: `smooth.channel_scales` of each expert's rows. agree: the elementwise maximum over the ranks that
+    hold other rows of the same channels."""
+    experts = expert_of_rows(counts_X, h_TF.shape[0])
+    amax_XF = h_TF.new_zeros(counts_X.shape[0], h_TF.shape[1])
+    amax_XF.scatter_reduce_(0, experts[:, None].expand_as(h_TF), _size(h_TF.detach()), "amax")
+    return scale_from(agree(amax_XF.float()), 1.0)
 
 
 def _size(x: Tensor) -> Tensor:
