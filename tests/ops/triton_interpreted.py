@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer.core.errors import RequestError
+from bessemer.ops.linear import linear
 from bessemer.ops.triton import kernels
-from bessemer.precision import Call, Grain, Scaled, Scheme, multiply, numerics, quantise
+from bessemer.precision import Call, Grain, QuantProducts, Scaled, Scheme, multiply, numerics, quant_linear, quantise
 from bessemer.precision.formats import E4M3, E5M2
-from bessemer.precision.gpu import linear_on, multiply_on
+from bessemer.precision.gpu import multiply_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
 launch = kernels()
@@ -239,9 +240,24 @@ def test_the_layer_on_the_path_of_triton(power_of_two: bool) -> None:
         x, w, g = _draw(100, 144), _draw(72, 144, seed=1), _draw(100, 72, seed=2)
         x.requires_grad_(), w.requires_grad_()
         seen = torch.zeros(3)
-        y = linear_on(path, x, w, torch.arange(72.0), Call(recipe, seen=seen))
+        y = quant_linear(x, w, torch.arange(72.0), Call(recipe, seen=seen, path=path))
         y.backward(g)
         found.append((y.detach(), x.grad, w.grad, seen))
+    for got, want in zip(*found, strict=True):
+        assert got.shape == want.shape and _error(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_packed_tensors_on_the_path_of_triton(coded: bool) -> None:
+    """Two tensors in a weight, the one 2^12 times the other; neither is whole blocks."""
+    sizes, found = (40, 72), []
+    for path in ("triton", "emulated"):
+        x, g = _draw(100, 144), torch.cat([_draw(100, n, seed=n) * 2.0**-n for n in sizes], 1)
+        w = torch.cat([_draw(n, 144, seed=n) * 2.0 ** (n - 60) for n in sizes])
+        x.requires_grad_(), w.requires_grad_()
+        y = linear(x, w, None, QuantProducts(numerics("fp8-block128"), x.dtype, sizes, coded=coded, path=path))
+        y.backward(g)
+        found.append((*y.detach().split(sizes, 1), x.grad, *w.grad.split(sizes)))
     for got, want in zip(*found, strict=True):
         assert got.shape == want.shape and _error(got, want) < 1e-6
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,20 @@ from torch import Tensor
 
 from bessemer.core.errors import RequestError
 from bessemer.core.recipes import RECIPES
-from bessemer.precision import Call, Grain, Scheme, numerics, quant_linear, quantise
-from bessemer.precision.formats import E4M3
-from bessemer.precision.gpu import Unit, linear_on, multiply_on, path_for, unit_of
+from bessemer.ops.linear import linear
+from bessemer.precision import (
+    Call,
+    Grain,
+    QuantProducts,
+    Scaled,
+    Scheme,
+    keyed_generator,
+    numerics,
+    quant_linear,
+    quantise,
+)
+from bessemer.precision.formats import E4M3, E8M0
+from bessemer.precision.gpu import Path, Unit, _swizzled, multiply_on, path_for, unit_of
 from bessemer.precision.outliers import relative_error
 
 ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
@@ -33,6 +46,8 @@ def _draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
         ("fp8-block128", Unit("cuda", HOPPER, (12, 8)), "triton"),
         ("fp8-block128", Unit("cuda", BLACKWELL, (13, 0)), "triton"),
         ("fp8-current", Unit("musa", (3, 1)), "scaled_mm"),
+        ("mxfp8", Unit("cuda", BLACKWELL, (12, 8)), "scaled_mm"),
+        ("nvfp4", Unit("cuda", (10, 3), (13, 0)), "scaled_mm"),
         *((name, Unit("cpu"), "emulated") for name in (*FP8, "mxfp8", "nvfp4")),
     ],
 )
@@ -51,8 +66,10 @@ def test_the_path_of_a_device(recipe: str, unit: Unit, path: str) -> None:
         ("fp8-block128", Unit("musa", (3, 1)), "1 x 128"),
         ("fp8-current", Unit("musa", (2, 2)), "3.1"),
         ("fp8-current", Unit("musa", (3, 1), scaled_mm=False), "scaled_mm for musa"),
-        ("mxfp8", Unit("cuda", BLACKWELL, (13, 0)), "1 x 32"),
-        ("nvfp4", Unit("cuda", BLACKWELL, (13, 0)), "1 x 16"),
+        ("mxfp8", Unit("cuda", HOPPER, (13, 0)), "10.x"),
+        ("mxfp8", Unit("cuda", BLACKWELL, (12, 6)), "12.8"),
+        ("nvfp4", Unit("cuda", (12, 0), (13, 0)), "10.x"),
+        ("nvfp4", Unit("musa", (3, 1)), "1 x 16"),
     ],
 )
 def test_a_device_that_cannot_is_refused_or_emulates(recipe: str, unit: Unit, lacks: str) -> None:
@@ -69,7 +86,7 @@ def test_this_cpu_emulates() -> None:
 
 
 def _trained(
-    path: str, recipe: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu", bias: bool = True
+    path: Path, recipe: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu", bias: bool = True
 ) -> list[Tensor]:
     tokens, inputs, outputs = shape
     n = numerics(recipe)
@@ -87,7 +104,10 @@ def _trained(
     for leaf in leaves:
         leaf.requires_grad_()
     seen = torch.zeros(3, device=device)
-    y = linear_on(path, x, w, b if bias else None, Call(n, history, seen))
+    rounding = keyed_generator(4) if n.stochastic and device == "cpu" else None
+    if n.stochastic and device == "meta":
+        n = replace(n, stochastic=False)
+    y = quant_linear(x, w, b if bias else None, Call(n, history, seen, rounding, path=path))
     y.backward(g)
     return [y.detach(), *(leaf.grad for leaf in leaves), seen]
 
@@ -108,12 +128,79 @@ def test_the_layer_on_scaled_mm_is_the_emulated_one(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("recipe", [*FP8, "mxfp8", "nvfp4"])
 def test_cuda_takes_the_arguments(recipe: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """On the meta device torch checks types, shapes, strides and multiples as for CUDA: all three products."""
     tokens, inputs, outputs = shape
     made = _trained("scaled_mm", recipe, shape, dtype, device="meta")
     assert [tuple(t.shape) for t in made[:4]] == [(tokens, outputs), (tokens, inputs), (outputs, inputs), (outputs,)]
+
+
+def _packed(path: Path, recipe: str, *, device: str = "cpu", coded: bool = False, smooth: bool = False) -> list[Tensor]:
+    """Query, key and value of very different size in one weight, none of them whole multiples; result, gradients, the
+    amaxes seen, and how often each operand was watched."""
+    n, sizes = replace(numerics(recipe), stochastic=False), (40, 24, 72)
+    x, w, b, g = (
+        _draw(50, 104).to(device),
+        torch.cat([_draw(rows, 104, seed=rows) * 2.0**-rows for rows in sizes]).to(device),
+        _draw(136, seed=2).to(device),
+        torch.cat([_draw(50, rows, seed=rows) * 2.0**-rows for rows in sizes], 1).to(device),
+    )
+    seen, watch = torch.zeros(3, 3, device=device), _Heard()
+    channels = torch.exp2(torch.arange(104) % 5.0).to(device) if smooth else None
+    past = torch.zeros(3, 3, device=device) if n.delayed else None
+    products = QuantProducts(n, x.dtype, sizes, past, seen=seen, channels=channels, coded=coded, watch=watch, path=path)
+    for leaf in (x, w, b):
+        leaf.requires_grad_()
+    y = linear(x, w, b, products)
+    y.backward(g)
+    return [y.detach(), x.grad, w.grad, b.grad, seen, torch.tensor(watch.heard)]
+
+
+class _Heard:
+    """What a watch is told, of the forward pass and of gradients: as many operands, of the codes' size."""
+
+    def __init__(self) -> None:
+        self.heard = [0, 0, 0]
+
+    def operand(self, role: str, place: int, x_RC: Tensor, made: Scaled) -> None:
+        assert x_RC.shape == made.codes.shape and place < 3
+        self.heard[("x", "weight", "grad").index(role)] += 1
+
+    def result(self, x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor) -> None:
+        assert y_TO.shape == (x_TI.shape[0], weight_OI.shape[0])
+
+
+@pytest.mark.parametrize(("coded", "smooth"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("recipe", FP8[:3])
+def test_packed_tensors_keep_their_own_scales(recipe: str, coded: bool, smooth: bool) -> None:
+    got, want = (_packed(path, recipe, coded=coded, smooth=smooth) for path in ("scaled_mm", "emulated"))
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.shape == theirs.shape and relative_error(ours.double(), theirs.double()) < 2e-6
+    for ours, theirs in zip(got[2].split((40, 24, 72)), want[2].split((40, 24, 72)), strict=True):
+        assert relative_error(ours, theirs) < 2e-6  # of each tensor, the smallest too
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("recipe", [*FP8, "mxfp8", "nvfp4"])
+def test_cuda_takes_packed_tensors(recipe: str, coded: bool) -> None:
+    y, dx, dw, db, *_ = _packed("scaled_mm", recipe, device="meta", coded=coded)
+    assert [tuple(t.shape) for t in (y, dx, dw, db)] == [(50, 136), (50, 104), (136, 104), (136,)]
+    assert y.is_contiguous() and dx.is_contiguous() and dw.is_contiguous()
+
+
+def test_the_scales_of_blackwell_lie_in_its_order() -> None:
+    """cuBLAS: in a tile of 128 x 4 the scale of row r and column c stands at (r % 32) * 16 + r // 32 * 4 + c; tiles
+    follow each other along a row of tiles."""
+    rows, cols = 200, 6
+    side = quantise(torch.exp2(_draw(rows, 32 * cols) * 8), Scheme(E4M3, Grain(1, 32), E8M0))
+    found = _swizzled(side.scale).view(torch.uint8).tolist()
+    assert len(found) == 256 * 8
+    scale = side.scale.view(torch.uint8)
+    for r in range(rows):
+        for c in range(cols):
+            tile = r // 128 * 2 + c // 4
+            assert found[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] == scale[r, c]
 
 
 def test_the_checks_of_cuda_can_fail() -> None:
@@ -129,12 +216,6 @@ def test_the_checks_of_cuda_can_fail() -> None:
     assert F.scaled_mm(codes, codes.t(), sideways, kind, sideways, kind).shape == (128, 128)
 
 
-def test_the_emulated_path_is_quant_linear() -> None:
-    x, w = _draw(8, 16), _draw(24, 16, seed=1)
-    call = Call(numerics("fp8-current"))
-    assert torch.equal(linear_on("emulated", x, w, None, call), quant_linear(x, w, None, call))
-
-
 @pytest.mark.parametrize("recipe", FP8[:3])
 def test_no_tokens(recipe: str) -> None:
     y, dx, dw, _ = _trained("scaled_mm", recipe, (0, 32, 48), torch.bfloat16, bias=False)
@@ -146,5 +227,5 @@ def test_non_finite_inputs_spoil_the_result(recipe: str) -> None:
     n = numerics(recipe)
     x = _draw(32, 64, dtype=torch.bfloat16)
     x[3, 5] = float("inf")
-    call = Call(n, torch.zeros(3, n.history) if n.delayed else None)
-    assert linear_on("scaled_mm", x, _draw(48, 64, seed=1), None, call)[3].isnan().all()
+    call = Call(n, torch.zeros(3, n.history) if n.delayed else None, path="scaled_mm")
+    assert quant_linear(x, _draw(48, 64, seed=1), None, call)[3].isnan().all()

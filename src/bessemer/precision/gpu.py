@@ -1,19 +1,20 @@
-"""The quantised linear layer on a GPU: which path a device takes, and the three products on that path.
+"""Products of scaled tensors on a GPU: which path a device takes, operands as the path wants them, the product itself.
 
     path = path_for(numerics("fp8-block128"), unit_of(device))    # RequestError below the needed capability
-    y = linear_on(path, x, weight, None, call)                    # `quant_linear` on that path
+    rows, turned = both_ways(x, Operand(scheme, multiple))        # filled up with zeros
+    y = multiply_on(path, rows, weight)
 
 | path | what runs | for |
 | --- | --- | --- |
-| scaled_mm | `F.scaled_mm`: cuBLASLt, or CUTLASS for scales per row | a scale per tensor or row; blocks on Hopper |
-| triton | the product of `bessemer.ops.triton` | blocks on newer GPUs, and on Hopper with CUDA before 12.9 |
-| emulated | `quant_linear`: decoded to bfloat16 | a CPU; any other device if asked for |
+| scaled_mm | `F.scaled_mm`: cuBLASLt, CUTLASS for rows | per tensor, per row; blocks of 128 on Hopper; MXFP8, NVFP4 |
+| triton | the product of `bessemer.ops.triton` | blocks of 128 on Blackwell, and on Hopper with CUDA before 12.9 |
+| emulated | decoded to bfloat16, `product.multiply` | a CPU; any other device if asked for |
 
-Not one of the GPU paths has been run on a GPU of this project. On a CPU the tests run `F.scaled_mm` itself for scales
-per tensor and row, the Triton path in Triton's interpreter, and torch's own checks of shapes, strides and types (those
-of CUDA) on the meta device for all three.
+`precision.products` makes the three products of a layer of these. Not one of the GPU paths has been run on a GPU of
+this project. On a CPU the tests run `F.scaled_mm` itself for scales per tensor and row, the Triton path in Triton's
+interpreter, and torch's own checks of shapes, strides and types (those of CUDA) on the meta device for all of them.
 
-Legend: T tokens, I inputs, O outputs; M, N, K of a product, R rows, C columns.
+Legend: M, N, K of a product, R rows, C columns, A x B tiles.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from torch import Tensor
 
 from bessemer.core.errors import RequestError
 from bessemer.ops import triton as triton_ops
-from bessemer.precision.formats import E4M3
-from bessemer.precision.linear import Call, quant_linear
+from bessemer.precision.casts import pack
+from bessemer.precision.formats import E2M1, E4M3, E8M0
 from bessemer.precision.numerics import Numerics
-from bessemer.precision.product import multiply
-from bessemer.precision.scaled import ROW, TENSOR, Grain, Scaled, Scheme
-from bessemer.precision.shapes import multiples
+from bessemer.precision.product import hadamard, multiply
+from bessemer.precision.scaled import ROW, TENSOR, Grain, Scaled, Scheme, quantise
 
-__all__ = ["Path", "Unit", "linear_on", "multiply_on", "path_for", "unit_of"]
+__all__ = ["Operand", "Path", "Unit", "across", "along", "both_ways", "filled", "multiply_on", "path_for", "unit_of"]
 
 Path = Literal["scaled_mm", "triton", "emulated"]
 _BLOCK, _SQUARE = Grain(1, 128), Grain(128, 128)
@@ -82,13 +82,19 @@ def path_for(numerics: Numerics, unit: Unit, *, emulate: bool = False) -> Path:
 
 def _path(numerics: Numerics, unit: Unit) -> tuple[Path | None, str]:
     """(path, "") or (None, what it lacks). Sources: `scaled_mm_arch_allowed` and `_check_deepseek_support` of torch's
-    aten/native/cuda/ScaledBlas.cpp; Moore Threads' first units for FP8 are those of MP31 (the S5000)."""
+    aten/native/cuda/ScaledBlas.cpp; cuBLAS documentation, "Narrow precision data types usage" (MXFP8 and NVFP4 from
+    10.0; 12.x isn't taken, of which nothing is known here); Moore Threads' first units for FP8 are those of MP31 (the
+    S5000)."""
     grain = numerics.x.grain
     least = {"cuda": (8, 9), "musa": (3, 1)}[unit.kind]
     if grain in (TENSOR, ROW):
         if unit.capability >= least and unit.scaled_mm:
             return "scaled_mm", ""
         return None, f"compute capability {least[0]}.{least[1]} and torch's scaled_mm for {unit.kind}"
+    if unit.kind == "cuda" and numerics.x.scale_format is not None:
+        if unit.capability[0] == 10 and unit.cuda >= (12, 8) and unit.scaled_mm:
+            return "scaled_mm", ""
+        return None, "compute capability 10.x with CUDA 12.8 or later"
     if grain != _BLOCK or unit.kind != "cuda":
         return None, f"products scaled per {grain.rows} x {grain.cols}, which no {unit.kind} path here has"
     if unit.capability[0] == 9 and unit.cuda >= (12, 9) and unit.scaled_mm:
@@ -111,24 +117,42 @@ def multiply_on(
         sides = (kernels.Blocks(s.codes, _side_by_side(s), s.amax, s.scheme.grain == _SQUARE) for s in (a_MK, b_NK))
         product: Tensor = kernels.multiply(*sides, dtype, bias_N=bias_N)
         return product
-    (scale_a, kind_a), (scale_b, kind_b) = _scale_of(a_MK), _scale_of(b_NK, second=True)
     fused = None if bias_N is None or dtype == torch.float32 else bias_N.to(dtype)
+    (codes_a, scale_a, kind_a, order_a), (codes_b, scale_b, kind_b, order_b) = _given(a_MK), _given(b_NK, second=True)
     y = F.scaled_mm(
-        a_MK.codes, b_NK.codes.t(), scale_a, kind_a, scale_b, kind_b, bias=fused, output_dtype=dtype
+        codes_a, codes_b.t(), scale_a, kind_a, scale_b, kind_b, order_a, order_b, bias=fused, output_dtype=dtype
     )  # without fast accumulation: sums are promoted
     return y if fused is not None or bias_N is None else y.add_(bias_N)
 
 
-def _scale_of(side: Scaled, *, second: bool = False) -> tuple[Tensor, Any]:
-    """The scales as `F.scaled_mm` takes them, with their kind. Those of squares lie K first, in rows of 16 bytes."""
-    grain = side.scheme.grain
+def _given(side: Scaled, *, second: bool = False) -> tuple[Tensor, Any, Any, Any]:
+    """Codes, scales, their kind and order as `F.scaled_mm` takes them. Those of squares of 128 lie K first, in rows of
+    16 bytes; those of MXFP8 and NVFP4 in tiles (`_swizzled`), of which the second has a scale of the tensor besides."""
+    grain, kinds, orders = side.scheme.grain, F.ScalingType, F.SwizzleType
     if grain == TENSOR:
-        return side.scale.view(()), F.ScalingType.TensorWise
+        return side.codes, side.scale.view(()), kinds.TensorWise, None
     if grain == ROW:
-        return (side.scale.t() if second else side.scale), F.ScalingType.RowWise
+        return side.codes, side.scale.t() if second else side.scale, kinds.RowWise, None
     if grain == _BLOCK:
-        return _side_by_side(side), F.ScalingType.BlockWise1x128
-    return F.pad(side.scale, (0, -side.scale.shape[1] % 4)).t(), F.ScalingType.BlockWise128x128
+        return side.codes, _side_by_side(side), kinds.BlockWise1x128, None
+    if side.scheme.scale_format is E8M0:
+        return side.codes, _swizzled(side.scale), kinds.BlockWise1x32, orders.SWIZZLE_32_4_4
+    if side.scheme.format is E2M1:
+        scale = side.scale if grain.rows == 1 else side.scale.repeat_interleave(grain.rows, 0)
+        two = [_swizzled(scale[: side.codes.shape[0]]), side.tensor_scale]
+        codes = pack(side.codes).view(torch.float4_e2m1fn_x2)
+        return codes, two, [kinds.BlockWise1x16, kinds.TensorWise], [orders.SWIZZLE_32_4_4, orders.NO_SWIZZLE]
+    return side.codes, F.pad(side.scale, (0, -side.scale.shape[1] % 4)).t(), kinds.BlockWise128x128, None
+
+
+def _swizzled(scale_AB: Tensor) -> Tensor:
+    """One-byte scales in the order in which Blackwell's units read them: tiles of 128 rows by 4 columns, one after the
+    other along a row of tiles, in each the four rows r, r + 32, r + 64, r + 96 side by side (cuBLAS documentation,
+    "1D block scaling factors layout")."""
+    rows, cols = scale_AB.shape
+    bytes_AB = F.pad(scale_AB.view(torch.uint8), (0, -cols % 4, 0, -rows % 128))
+    tiles = bytes_AB.view(bytes_AB.shape[0] // 128, 4, 32, bytes_AB.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.contiguous().flatten().view(scale_AB.dtype)
 
 
 def _side_by_side(side: Scaled) -> Tensor:
@@ -136,83 +160,62 @@ def _side_by_side(side: Scaled) -> Tensor:
     return side.scale if side.scheme.grain == _SQUARE else side.scale.t().contiguous().t()
 
 
-class _LinearOn(torch.autograd.Function):
-    """Keeps the codes of x transposed for wgrad, a byte an element. The weight is quantised again in backward: its
-    transpose would live as long as the activations otherwise."""
+@dataclass(frozen=True)
+class Operand:
+    """How to quantise one: `multiple` of both its sizes (`shapes.multiples(...).k`), up to which it is filled with
+    zeros, which changes no scale and no result; `rotated`: its transpose by a Hadamard matrix first; `past` and
+    `generator` as `quantise` takes them."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, path: Path) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        x_rows, x_cols = _both_ways(call, "x", rows)
-        w_rows, _ = _both_ways(call, "weight", weight)
-        filled = None if bias is None else F.pad(bias, (0, w_rows.codes.shape[0] - weight.shape[0]))
-        y = multiply_on(path, x_rows, w_rows, x.dtype, filled)
-        ctx.call, ctx.path, ctx.shape = call, path, x.shape
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.history = None if call.history is None else call.history.clone()  # `advance` may come before backward
-        ctx.save_for_backward(weight, x_cols.codes, x_cols.scale, x_cols.amax)
-        return _cut(y, rows.shape[0], weight.shape[0]).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        weight, codes, scale, amax = ctx.saved_tensors
-        call = replace(ctx.call, history=ctx.history)
-        rows = grad.reshape(-1, grad.shape[-1])
-        dx = dw = db = None
-        g_rows, g_cols = _both_ways(call, "grad", rows)
-        if ctx.needs_input_grad[0]:
-            w_cols = _both_ways(call, "weight", weight, again=True)[1]
-            dx = multiply_on(ctx.path, g_rows, w_cols, grad.dtype)
-            dx = _cut(dx, rows.shape[0], weight.shape[1]).view(ctx.shape)
-        if ctx.needs_input_grad[1]:
-            x_cols = Scaled(codes, scale, None, amax, call.numerics.x)
-            dw = _cut(multiply_on(ctx.path, g_cols, x_cols, grad.dtype), *weight.shape).to(weight.dtype)
-        if ctx.needs_input_grad[2] and ctx.bias_dtype is not None:
-            db = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None, None
+    scheme: Scheme
+    multiple: int
+    rotated: bool = False
+    past: Tensor | None = None
+    generator: torch.Generator | None = None
 
 
-def linear_on(path: Path, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, call: Call) -> Tensor:
-    """`quant_linear` on a path: x W^T + b [T, O] in x's type (bfloat16 or float32), differentiable. Sizes that the
-    path can't take are filled up with zeros, which changes no scale and no result."""
-    if path == "emulated":
-        return quant_linear(x_TI, weight_OI, bias_O, call)
-    y: Tensor = _LinearOn.apply(x_TI, weight_OI, bias_O, call, path)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _cut(x_RC: Tensor, rows: int, cols: int) -> Tensor:
-    return x_RC if x_RC.shape == (rows, cols) else x_RC[:rows, :cols].contiguous()
-
-
-def _both_ways(call: Call, role: str, x_RC: Tensor, *, again: bool = False) -> tuple[Scaled, Scaled]:
-    """x and its transpose, each with scales along its columns and filled up to whole multiples. `again`: already
-    seen in this step."""
-    scheme: Scheme = getattr(call.numerics, role)
-    multiple = multiples(call.numerics).k
-    if scheme.grain in (_BLOCK, _SQUARE) and scheme.format is E4M3 and _kernels_run_on(x_RC):
-        made, turned = _by_kernel(scheme, x_RC, multiple)
-        if not again:
-            call.observe(role, made.amax)
-        return made, turned
+def filled(x_RC: Tensor, multiple: int) -> Tensor:
+    """x with zeros up to whole multiples in both dimensions."""
     rows, cols = x_RC.shape
-    x_RC = F.pad(x_RC, (0, -cols % multiple, 0, -rows % multiple)) if rows % multiple or cols % multiple else x_RC
-    made = call.quantised(role, x_RC, again=again)
-    if scheme.grain.symmetric:
+    if not (rows % multiple or cols % multiple):
+        return x_RC
+    return F.pad(x_RC, (0, -cols % multiple, 0, -rows % multiple))
+
+
+def along(x_RC: Tensor, how: Operand) -> Scaled:
+    """x with scales along its columns, filled up."""
+    if _by_kernel(x_RC, how):
+        return _kernel(x_RC, how, both=False)[0]
+    return quantise(filled(x_RC, how.multiple), how.scheme, past=how.past, generator=how.generator)
+
+
+def across(x_RC: Tensor, how: Operand) -> Scaled:
+    """The transpose of x with scales along what were its rows, filled up."""
+    if how.scheme.grain.symmetric and not how.rotated:
+        return both_ways(x_RC, how)[1]
+    x_CR = x_RC.t().contiguous()
+    return along(hadamard(x_CR) if how.rotated else x_CR, how)
+
+
+def both_ways(x_RC: Tensor, how: Operand) -> tuple[Scaled, Scaled]:
+    """`along` and `across`; in one read where a kernel does it."""
+    if _by_kernel(x_RC, how) and not how.rotated:
+        first, *second = _kernel(x_RC, how, both=True)
+        return first, second[0]
+    made = along(x_RC, how)
+    if how.scheme.grain.symmetric and not how.rotated:
         return made, replace(made, codes=made.codes.t().contiguous(), scale=made.scale.t())
-    return made, call.quantised(role, x_RC.t().contiguous(), again=True)
+    return made, across(x_RC, how)
 
 
-def _kernels_run_on(x: Tensor) -> bool:
-    """Whether Triton can quantise x: on CUDA, or anywhere in its interpreter."""
+def _by_kernel(x: Tensor, how: Operand) -> bool:
+    """Whether Triton quantises x: blocks of 128, rounded to nearest, on CUDA or anywhere in its interpreter."""
+    if how.scheme.grain not in (_BLOCK, _SQUARE) or how.scheme.format is not E4M3 or how.generator is not None:
+        return False
     return not triton_ops.why_absent() and bool(triton_ops.kernels().runs_on(x.device))
 
 
-def _by_kernel(scheme: Scheme, x_RC: Tensor, multiple: int) -> tuple[Scaled, Scaled]:
-    """Both in one read."""
+def _kernel(x_RC: Tensor, how: Operand, *, both: bool) -> list[Scaled]:
     kernels = triton_ops.kernels()
-    how = kernels.Quantising(power_of_two=scheme.power_of_two, multiple=multiple)
-    made = kernels.quantise_blocks(x_RC, how, square=scheme.grain == _SQUARE)
-    first, second = (Scaled(b.codes, b.scale, None, b.amax, scheme) for b in made)
-    return first, second
+    settings = kernels.Quantising(power_of_two=how.scheme.power_of_two, multiple=how.multiple, both=both)
+    made = kernels.quantise_blocks(x_RC, settings, square=how.scheme.grain == _SQUARE)
+    return [Scaled(b.codes, b.scale, None, b.amax, how.scheme) for b in made if b is not None]

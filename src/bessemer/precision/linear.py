@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from bessemer.core.errors import NonFinite, RequestError
 from bessemer.ops.linear import linear
-from bessemer.precision.casts import amax, keyed_generator
+from bessemer.precision.casts import keyed_generator
 from bessemer.precision.delayed import advance, reference_amax
+from bessemer.precision.gpu import Path
 from bessemer.precision.numerics import Numerics
 from bessemer.precision.products import ROLES, QuantProducts
-from bessemer.precision.scaled import TENSOR, Scaled, Scheme, quantise
 
 __all__ = ["ROLES", "Call", "QuantLinear", "quant_linear"]
 
@@ -28,7 +28,7 @@ class Call:
     float32 [3], if given, becomes max(seen, amax) a role, in place. `generator` for recipes that round stochastically.
     `reduce`: the elementwise maximum of amaxes over the ranks that hold parts of the same tensor or batch, for scales
     per tensor; every rank must make the same calls. Delayed recipes use it only while the history is empty; after that
-    the caller reduces `seen` once a step.
+    the caller reduces `seen` once a step. `path`: of the device (`gpu.path_for`).
     """
 
     numerics: Numerics
@@ -36,20 +36,7 @@ class Call:
     seen: Tensor | None = None
     generator: torch.Generator | None = None
     reduce: Callable[[Tensor], Tensor] | None = None
-
-    def quantised(self, role: str, x_RC: Tensor, *, again: bool = False) -> Scaled:
-        """`again`: in another layout, already seen."""
-        scheme: Scheme = getattr(self.numerics, role)
-        past = self._past()
-        if past is not None:
-            past = past[ROLES.index(role)]
-        if self.reduce is not None and scheme.grain == TENSOR and (past is None or float(past) == 0):
-            past = self.reduce(amax(x_RC.detach()))
-        rounding = self.generator if role == "grad" and self.numerics.stochastic else None
-        made = quantise(x_RC, scheme, past=past, generator=rounding)
-        if not again:
-            self.observe(role, made.amax)
-        return made
+    path: Path = "emulated"
 
     def products(self, dtype: torch.dtype) -> QuantProducts:
         """Of this use, for `ops.linear`: what the history says now holds for its backward pass too."""
@@ -58,10 +45,11 @@ class Call:
             self.numerics,
             dtype,
             past=None if past is None else past[None],
-            known=past is not None and bool((past != 0).all()),
+            known=past is not None and self.reduce is not None and bool((past != 0).all()),
             seen=None if self.seen is None else self.seen[None],
             generator=self.generator,
             reduce=self.reduce,
+            path=self.path,
         )
 
     def _past(self) -> Tensor | None:
@@ -71,11 +59,6 @@ class Call:
         if self.history is None:
             raise RequestError("delayed scaling needs a history", code="precision-history", fix="Call(history=...)")
         return reference_amax(self.history, self.numerics.choice, self.numerics.margin)
-
-    def observe(self, role: str, amax: Tensor) -> None:
-        if self.seen is not None:
-            index = ROLES.index(role)
-            self.seen[index] = torch.maximum(self.seen[index], amax)
 
 
 def quant_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, call: Call) -> Tensor:

@@ -2,7 +2,8 @@
 
 Each operand of each product is quantised from high precision. A weight may pack several logical tensors in its rows
 (query, key and value): each of them, and its columns of the gradient, is scaled by itself, so that neither packing nor
-sharding shows in a scale.
+sharding shows in a scale. The same class emulates and runs on a GPU (`precision.gpu`): emulation decodes all parts and
+multiplies once, a GPU multiplies codes part by part, for its units take one scale a tensor, row or block.
 
 Legend: T tokens (any leading shape), I inputs, O outputs, P logical tensors of a weight; three roles x, weight, grad
 (in this order).
@@ -19,10 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer.ops.linear import product
+from bessemer.precision import gpu
 from bessemer.precision.casts import amax
-from bessemer.precision.numerics import Numerics
+from bessemer.precision.numerics import Numerics, Shape
 from bessemer.precision.product import hadamard, working_dtype
 from bessemer.precision.scaled import TENSOR, Scaled, Scheme, quantise
+from bessemer.precision.shapes import multiples
 
 __all__ = ["ROLES", "QuantProducts", "Watch"]
 
@@ -34,7 +37,7 @@ class Watch(Protocol):
 
     def operand(self, role: str, place: int, x_RC: Tensor, made: Scaled) -> None:
         """An operand before and after it was quantised; `place`: of the logical tensor in the weight (0 for x). A role
-        may come twice in a call, once along each dimension."""
+        may come twice in a call, once along each dimension. On a GPU both are filled up with zeros."""
         ...
 
     def result(self, x_TI: Tensor, weight_OI: Tensor, y_TO: Tensor) -> None:
@@ -43,15 +46,17 @@ class Watch(Protocol):
 
 
 class _Gradient(NamedTuple):
-    """`whole`: quantised, where one scale serves both products; else `rows` [T, O] as they came."""
+    """Of each logical tensor. `rows` [T, O] as they came, where emulation quantises them apart for both products; else
+    `made`, and on a GPU their transposes `turned`."""
 
     rows: Tensor | None
-    whole: list[Scaled]
+    made: list[Scaled]
+    turned: list[Scaled]
 
 
 @dataclass(eq=False)
 class QuantProducts:
-    """One call's products under a recipe, emulated (`ops.linear.Products`).
+    """One call's products under a recipe (`ops.linear.Products`), on the path of `gpu.path_for`.
 
     dtype: bfloat16 or float32, of x, the result and gradients. sizes: rows of each logical tensor of the weight; None:
     it is one. past: float32 [P, 3], the amaxes that a delayed recipe scales by, 0 where nothing is known yet: then, and
@@ -61,7 +66,8 @@ class QuantProducts:
     for the result (x and weights together) and once for a gradient, by all of those ranks alike.
     channels: float32 [I], powers of two: x is divided and the weight multiplied by them before they are quantised
     (Smooth-SwiGLU); gradients are those of x and the weight. coded: keep x as its codes for wgrad also where that reads
-    it along the other dimension, for which it is then quantised a second time.
+    it along the other dimension, for which it is then quantised a second time. (A GPU otherwise keeps the codes along
+    that dimension, where emulation keeps x.)
     """
 
     numerics: Numerics
@@ -75,58 +81,84 @@ class QuantProducts:
     channels: Tensor | None = None
     coded: bool = False
     watch: Watch | None = None
+    path: gpu.Path = "emulated"
     _weight_amax: list[Tensor | None] = field(default_factory=list, init=False)
     _held: tuple[Tensor, _Gradient] | None = field(default=None, init=False)
+    _shape: Shape = field(default=Shape(0, 0, 0), init=False)
 
     @property
     def _whole(self) -> bool:
         return self.numerics.x.grain == TENSOR
 
+    @property
+    def _emulated(self) -> bool:
+        return self.path == "emulated"
+
     def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """With one scale a tensor the codes of x are kept (a byte an element), otherwise x: wgrad needs it quantised
         along the other dimension. The weight is quantised again from its master in backward."""
         rows, parts = self._smoothed(x_TI.reshape(-1, x_TI.shape[-1])), self._weights(weight_OI)
+        self._shape = Shape(rows.shape[0], rows.shape[1], weight_OI.shape[0])
         x_amax, *self._weight_amax = self._agreed([("x", rows, 0), *(("weight", w, p) for p, w in enumerate(parts))])
-        qx = self._quantised("x", rows, x_amax)
+        again = self._whole or self.coded
+        kept: tuple[Tensor, ...] = (x_TI,)
+        if self._emulated or (self.coded and not self._whole):
+            qx = self._quantised("x", rows, x_amax)
+            kept = _stored(qx) if again else kept
+        else:
+            qx, turned = self._both("x", rows, x_amax)
+            kept = _stored(turned)
         weights = [
             self._quantised("weight", w, a, p) for p, (w, a) in enumerate(zip(parts, self._weight_amax, strict=True))
         ]
         self._observe("x", [qx.amax] * len(parts))
         self._observe("weight", [w.amax for w in weights])
+        y = (self._emulated_output if self._emulated else self._output)(qx, weights, bias_O)
+        if self.watch is not None:
+            self.watch.result(x_TI.reshape(-1, x_TI.shape[-1]), weight_OI, y if bias_O is None else y - bias_O)
+        return y.view(*x_TI.shape[:-1], weight_OI.shape[0]), kept
+
+    def _emulated_output(self, qx: Scaled, weights: list[Scaled], bias_O: Tensor | None) -> Tensor:
         work = working_dtype(self.dtype, qx, *weights)
         wide_OI = _joined([w.dequantise(work) for w in weights], 0)
         if work == torch.bfloat16:  # the bias before the only rounding
-            y = F.linear(qx.dequantise(work), wide_OI, None if bias_O is None else bias_O.to(work))
-        else:
-            y = product(qx.dequantise(work), wide_OI.t())
-            y = (y if bias_O is None else y.add_(bias_O)).to(self.dtype)
-        if self.watch is not None:
-            self.watch.result(x_TI.reshape(-1, x_TI.shape[-1]), weight_OI, y if bias_O is None else y - bias_O)
-        kept: tuple[Tensor, ...] = (x_TI,)
-        if self._whole or self.coded:
-            kept = (qx.codes, qx.scale, qx.amax, *(() if qx.tensor_scale is None else (qx.tensor_scale,)))
-        return y.view(*x_TI.shape[:-1], weight_OI.shape[0]), kept
+            return F.linear(qx.dequantise(work), wide_OI, None if bias_O is None else bias_O.to(work))
+        y = product(qx.dequantise(work), wide_OI.t())
+        return (y if bias_O is None else y.add_(bias_O)).to(self.dtype)
+
+    def _output(self, qx: Scaled, weights: list[Scaled], bias_O: Tensor | None) -> Tensor:
+        biases: Sequence[Tensor | None] = [None] * len(weights) if bias_O is None else self._parts(bias_O, 0)
+        found = []
+        for w, bias, size in zip(weights, biases, self._sizes, strict=True):
+            fit = None if bias is None else F.pad(bias, (0, w.codes.shape[0] - size))
+            found.append(gpu.multiply_on(self.path, qx, w, self.dtype, fit)[: self._shape.tokens, :size])
+        return _joined(found, 1).contiguous()
 
     def gradient(self, grad_TO: Tensor, *, again: bool = False) -> _Gradient:
         held, self._held = self._held, None
         if held is not None and _same(held[0], grad_TO):
             made = held[1]
-        elif self._whole:
+        elif self._whole or not self._emulated:
             parts = self._parts(grad_TO, 1)
             agreed = self._agreed([("grad", g, p) for p, g in enumerate(parts)])
-            made = _Gradient(
-                None, [self._quantised("grad", g, a, p) for p, (g, a) in enumerate(zip(parts, agreed, strict=True))]
-            )
-            self._observe("grad", [q.amax for q in made.whole])
+            sides = list(zip(parts, agreed, range(len(parts)), strict=True))
+            if self._emulated:
+                made = _Gradient(None, [self._quantised("grad", *side) for side in sides], [])
+            else:
+                both = [self._both("grad", *side) for side in sides]
+                made = _Gradient(None, [rows for rows, _ in both], [turned for _, turned in both])
+            self._observe("grad", [q.amax for q in made.made])
         else:
-            made = _Gradient(grad_TO, [])
+            made = _Gradient(grad_TO, [], [])
         if again:
             self._held = (grad_TO, made)
         return made
 
     def input_gradient(self, grad: _Gradient, weight_OI: Tensor) -> Tensor:
         """g W [T, I]; the weight with scales along O, which square tiles have already."""
-        sides = grad.whole
+        if not self._emulated:
+            return self._smoothed(self._input_gradient(grad, weight_OI))
+        sides = grad.made
         if grad.rows is not None:
             sides = [self._quantised("grad", g, None, p) for p, g in enumerate(self._parts(grad.rows, 1))]
             self._observe("grad", [q.amax for q in sides])
@@ -140,12 +172,25 @@ class QuantProducts:
         wide_OI = _joined([w.t() for w in wide] if turned else wide, 0)
         return self._smoothed(product(_joined([g.dequantise(work) for g in sides], 1), wide_OI).to(self.dtype))
 
+    def _input_gradient(self, grad: _Gradient, weight_OI: Tensor) -> Tensor:
+        """The parts are summed in float32, and rounded once as they are in emulation."""
+        parts = list(zip(grad.made, self._weights(weight_OI), self._weight_amax, strict=True))
+        wide = self.dtype if len(parts) == 1 else torch.float32
+        found = None
+        for place, (g, w, past) in enumerate(parts):
+            one = gpu.multiply_on(self.path, g, self._across("weight", w, past, place), wide)
+            found = one if found is None else found.add_(one)
+        assert found is not None, "a weight has a part"
+        return found[: self._shape.tokens, : self._shape.inputs].to(self.dtype).contiguous()
+
     def weight_gradient(self, grad: _Gradient, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """g^T x [O, I] in `dtype`, summed over T."""
+        if not self._emulated:
+            return self._roughened(self._weight_gradient(grad, kept).to(dtype))
         if grad.rows is None:
             qx = self._kept(kept)
-            work = working_dtype(self.dtype, qx, *grad.whole)
-            wide_TO = _joined([g.dequantise(work) for g in grad.whole], 1)
+            work = working_dtype(self.dtype, qx, *grad.made)
+            wide_TO = _joined([g.dequantise(work) for g in grad.made], 1)
             return self._roughened((wide_TO.t() @ qx.dequantise(work)).to(self.dtype).to(dtype))
         turned = [g.t().contiguous() for g in self._parts(grad.rows, 1)]
         x_TI = (
@@ -164,6 +209,14 @@ class QuantProducts:
         wide_OT = _joined([g.dequantise(work) for g in sides], 0)
         return self._roughened((wide_OT @ qx.dequantise(work).t()).to(self.dtype).to(dtype))
 
+    def _weight_gradient(self, grad: _Gradient, kept: tuple[Tensor, ...]) -> Tensor:
+        qx = self._kept(kept)
+        if self.coded and not self._whole:
+            qx = self._across("x", qx.dequantise(self.dtype))
+        found = [gpu.multiply_on(self.path, g, qx, self.dtype) for g in grad.turned]
+        cut = [dw[:size, : self._shape.inputs] for dw, size in zip(found, self._sizes, strict=True)]
+        return _joined(cut, 0).contiguous()
+
     def _kept(self, kept: tuple[Tensor, ...]) -> Scaled:
         codes, scale, seen, *of_tensor = kept
         return Scaled(codes, scale, of_tensor[0] if of_tensor else None, seen, self.numerics.x)
@@ -178,6 +231,10 @@ class QuantProducts:
 
     def _weights(self, weight_OI: Tensor) -> Sequence[Tensor]:
         return self._parts(self._roughened(weight_OI), 0)
+
+    @property
+    def _sizes(self) -> Sequence[int]:
+        return (self._shape.outputs,) if self.sizes is None else self.sizes
 
     def _parts(self, x: Tensor, dim: int) -> Sequence[Tensor]:
         return [x] if self.sizes is None or len(self.sizes) == 1 else torch.split(x, list(self.sizes), dim)
@@ -195,17 +252,49 @@ class QuantProducts:
         return [None] * len(tensors) if past is None else list(past.unbind())
 
     def _quantised(self, role: str, x_RC: Tensor, past: Tensor | None = None, place: int = 0) -> Scaled:
+        how = self._how(role, past)
+        if self._emulated:
+            made = quantise(x_RC, how.scheme, past=past, generator=how.generator)
+        else:
+            made = gpu.along(x_RC, how)
+        self._watched(role, place, x_RC, made)
+        return made
+
+    def _across(self, role: str, x_RC: Tensor, past: Tensor | None = None, place: int = 0) -> Scaled:
+        """On a GPU the transpose, with scales along what were rows."""
+        made = gpu.across(x_RC, self._how(role, past))
+        self._watched(role, place, x_RC.t(), made)
+        return made
+
+    def _both(self, role: str, x_RC: Tensor, past: Tensor | None = None, place: int = 0) -> tuple[Scaled, Scaled]:
+        """On a GPU, for two products."""
+        made, turned = gpu.both_ways(x_RC, self._how(role, past))
+        self._watched(role, place, x_RC, made)
+        if not made.scheme.grain.symmetric:
+            self._watched(role, place, x_RC.t(), turned)
+        return made, turned
+
+    def _how(self, role: str, past: Tensor | None) -> gpu.Operand:
         scheme: Scheme = getattr(self.numerics, role)
         rounding = self.generator if role == "grad" and self.numerics.stochastic else None
-        made = quantise(x_RC, scheme, past=past, generator=rounding)
+        rotated = self.numerics.hadamard and role != "weight"
+        return gpu.Operand(scheme, multiples(self.numerics).k, rotated, past, rounding)
+
+    def _watched(self, role: str, place: int, x_RC: Tensor, made: Scaled) -> None:
         if self.watch is not None:
+            if x_RC.shape != made.codes.shape:
+                rows, cols = made.codes.shape
+                x_RC = F.pad(x_RC, (0, cols - x_RC.shape[1], 0, rows - x_RC.shape[0]))
             self.watch.operand(role, place, x_RC, made)
-        return made
 
     def _observe(self, role: str, amaxes: list[Tensor]) -> None:
         if self.seen is not None:
             column = self.seen[:, ROLES.index(role)]
             column.copy_(torch.maximum(column, torch.stack(amaxes)))
+
+
+def _stored(made: Scaled) -> tuple[Tensor, ...]:
+    return made.codes, made.scale, made.amax, *(() if made.tensor_scale is None else (made.tensor_scale,))
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
