@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from parallel.precision_parity import job_of
 from torch import Tensor
+from train.toy import run_steps, toy_parts
 
 from bessemer.core.errors import RequestError
 from bessemer.core.recipes import RECIPES
+from bessemer.models.quantised import Quantised
 from bessemer.ops.linear import linear
 from bessemer.precision import (
     Call,
@@ -229,3 +232,31 @@ def test_non_finite_inputs_spoil_the_result(recipe: str) -> None:
     x[3, 5] = float("inf")
     call = Call(n, torch.zeros(3, n.history) if n.delayed else None, path="scaled_mm")
     assert quant_linear(x, _draw(48, 64, seed=1), None, call)[3].isnan().all()
+
+
+def _steps(
+    recipe: str, unit: Unit | None, monkeypatch: pytest.MonkeyPatch, **precision: object
+) -> tuple[set[str], list[float]]:
+    """The paths and losses of three training steps on a device that says it is `unit`."""
+    if unit is not None:
+        monkeypatch.setattr("bessemer.train.assembly.unit_of", lambda device: unit)
+    parts = toy_parts(job_of(recipe, precision=precision))
+    parts.module.compute_dtype = torch.float32
+    paths = {m.path for m in parts.module.modules() if isinstance(m, Quantised)}
+    return paths, [result.loss for result in run_steps(parts, 0, 3)]
+
+
+@pytest.mark.parametrize("recipe", FP8[:3])
+def test_training_takes_the_path_of_its_device(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's scaled product on this CPU, in every projection; packed ones, histories and padding among them."""
+    emulated, want = _steps(recipe, None, monkeypatch)
+    paths, losses = _steps(recipe, Unit("cuda", HOPPER, (13, 0)), monkeypatch)
+    assert (emulated, paths) == ({"emulated"}, {"scaled_mm"})
+    assert losses == pytest.approx(want, rel=1e-5)
+
+
+def test_training_on_a_device_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    ampere = Unit("cuda", (8, 0), (13, 0))
+    with pytest.raises(RequestError, match=r"8\.9"):
+        _steps("fp8-current", ampere, monkeypatch)
+    assert _steps("fp8-current", ampere, monkeypatch, emulate=True)[0] == {"emulated"}

@@ -9,7 +9,7 @@ from bessemer.core.machine import Machine
 from bessemer.core.memory import memory_problem
 from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, nearest, one_of
-from bessemer.core.recipes import RECIPES
+from bessemer.core.recipes import RECIPES, lacking
 from bessemer.core.units import counted
 
 __all__ = ["problems"]
@@ -51,18 +51,13 @@ def _recipe(job: Job, machine: Machine | None) -> Iterator[Problem]:
         what = f'recipe = "{name}" can be planned but not trained yet'
         why = "the trainer has no code for it, and would train something else than was asked for"
         yield _problem("not-runnable", "precision.recipe", what, why=why, fix=runs)
-    # A CPU emulates narrow formats. Wide ones every accelerator has, even where no source gives their rate.
-    if known.quantised and machine is not None and machine.device != "cpu" and machine.peak(known.gemm) is None:
-        what = f'recipe = "{name}" needs {known.gemm} matrix units, and none are known of {machine.name}'
-        fits = [f'"{r.name}"' for r in RECIPES.values() if machine.peak(r.gemm) is not None]
-        fix = one_of("precision.recipe", fits) if fits else "a machine file that gives its peak rates"
+    lacks = "" if machine is None or job.precision.emulate else lacking(known, machine)
+    if machine is not None and lacks:
+        what = f'recipe = "{name}" needs {lacks}, and none are known of {machine.name}'
+        fits = [f'"{r.name}"' for r in RECIPES.values() if r.runnable and not lacking(r, machine)]
+        fix = f"{one_of('precision.recipe', fits)}; or precision.emulate = true, many times slower than bfloat16"
         why = "there is no silent fallback to another precision"
         yield _problem("recipe-machine", "precision.recipe", what, why=why, fix=fix)
-
-    elif known.quantised and known.runnable and machine is not None and machine.device != "cpu":
-        what = f'recipe = "{name}" trains on a CPU only, and {machine.name} is none'
-        why = "the trainer emulates it with products in bfloat16, which is exact and many times slower than bfloat16"
-        yield _problem("not-runnable", "precision.recipe", what, why=why, fix='precision.recipe = "bf16"')
 
 
 def _recipe_fields(job: Job) -> Iterator[Problem]:

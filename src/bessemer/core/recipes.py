@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bessemer.core.errors import ConfigError
+from bessemer.core.machine import Machine
 from bessemer.core.problem import Problem, nearest, one_of
 
-__all__ = ["RECIPES", "Recipe", "recipe"]
+__all__ = ["RECIPES", "Recipe", "lacking", "recipe"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,21 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 """In the order of their ids in `bessemer.plan.space.Layouts`."""
+
+
+def lacking(recipe: Recipe, machine: Machine) -> str:
+    """What the recipe's products need and the machine's file doesn't know it to have, "" where nothing: accelerators
+    have wide types, and a CPU emulates narrow ones exactly. Scales of MXFP8 and NVFP4 came into matrix units with FP4
+    (NVIDIA Blackwell). What the device at hand takes is asked again at the start (`precision.gpu.path_for`)."""
+    if not recipe.quantised or machine.device == "cpu":
+        return ""
+    if machine.peak(recipe.gemm) is None:
+        return f"{recipe.gemm} matrix units"
+    if recipe.scale_block in (16, 32) and (machine.device != "cuda" or machine.peak("fp4") is None):
+        return f"matrix units that take a scale per {recipe.scale_block} elements"
+    if recipe.scale_block > 0 and machine.device != "cuda":
+        return f"a product with a scale per {recipe.scale_block} elements for {machine.device}"
+    return ""
 
 
 def recipe(name: str) -> Recipe:

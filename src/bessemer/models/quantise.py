@@ -27,6 +27,7 @@ from bessemer.models.moe import Experts
 from bessemer.models.parts import Projection
 from bessemer.models.quantised import Quantised, QuantisedExperts
 from bessemer.precision import Numerics
+from bessemer.precision.gpu import Path
 from bessemer.precision.shapes import layer_table
 
 __all__ = [
@@ -57,6 +58,7 @@ class Quantising:
     smooth: bool = False
     narrow: bool = False
     fall_back: bool = False  # what the watch finds misbehaving goes on without quantising
+    path: Path = "emulated"  # of the device; routed experts are emulated on any
 
 
 @functools.lru_cache(maxsize=8)
@@ -110,6 +112,7 @@ def quantise(model: Decoder, how: Quantising) -> None:
                     narrow=how.narrow and not _read_elsewhere(model, local),
                     falls_back=how.fall_back,
                 )
+                module.quantised.path = how.path
             elif isinstance(module, Experts):
                 kinds = [kind for kind in ("gate", "up", "down") if not kept[layer, f"{local}.{kind}"]]
                 stacks = {kind: names[f"{params[id(module)]}.{kind}.weight"][0][0] for kind in kinds}

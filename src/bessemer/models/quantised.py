@@ -21,6 +21,7 @@ from bessemer.precision import (
     keyed_generator,
     reference_amax,
 )
+from bessemer.precision.gpu import Path
 from bessemer.precision.grouped import QuantGrouped, run_channels
 from bessemer.precision.watch import TensorWatch
 
@@ -57,6 +58,7 @@ class Quantised(nn.Module):
         super().__init__()
         self.numerics, self.names, self.sizes = numerics, names, sizes
         self.smooth, self.narrow = smooth, narrow
+        self.path: Path = "emulated"  # how the device multiplies, chosen once
         self.watch: TensorWatch | None = None
         self.falls_back, self.fallen = falls_back, False
         self.past: Tensor | None = None
@@ -106,6 +108,7 @@ class Quantised(nn.Module):
             channels=self._channels(x, split) if self.smooth else None,
             coded=self.narrow and keeps and self.numerics.x.format.bits == 8,
             watch=self.watch if torch.is_grad_enabled() else None,
+            path=self.path,
         )
 
     def _channels(self, x: Tensor, split: Split) -> Tensor:

@@ -16,12 +16,14 @@ from bessemer.models.build import initialise
 from bessemer.models.decoder import Decoder
 from bessemer.models.hf import import_hf
 from bessemer.models.quantise import Quantising, amax_names, quantise
+from bessemer.models.watched import watching_of
 from bessemer.parallel.axes import held_layers, split_of
 from bessemer.parallel.compile import compile_blocks
 from bessemer.parallel.data import DataParallel, shard
 from bessemer.parallel.mesh import Mesh
 from bessemer.parallel.recompute import apply_recompute
 from bessemer.precision import numerics
+from bessemer.precision.gpu import path_for, unit_of
 from bessemer.train.diagnosis import stop_non_finite
 from bessemer.train.optim import Optimizer
 from bessemer.train.step import Step
@@ -34,8 +36,9 @@ COMPUTE_DTYPES = {r.name: _DTYPES[r.compute] for r in RECIPES.values() if r.runn
 float32."""
 
 
-def quantising(job: Job) -> Quantising | None:
-    """What the job's recipe quantises and how; None for one that quantises nothing."""
+def quantising(job: Job, device: torch.device | None = None) -> Quantising | None:
+    """What the job's recipe quantises and how, emulated or, with a device, on its path (RequestError where it has
+    none); None for a recipe that quantises nothing."""
     section = job.precision
     if not RECIPES[section.recipe].quantised:
         return None
@@ -48,7 +51,16 @@ def quantising(job: Job) -> Quantising | None:
             margin=section.margin or 0,
         )
     found = replace(found, stochastic=found.stochastic or section.stochastic)
-    return Quantising(found, section.high_first, section.high_last, smooth=section.smooth)
+    path = "emulated" if device is None else path_for(found, unit_of(device), emulate=section.emulate)
+    return Quantising(
+        found,
+        section.high_first,
+        section.high_last,
+        smooth=section.smooth,
+        narrow=section.saved == "fp8",
+        fall_back=section.fall_back,
+        path=path,
+    )
 
 
 @dataclass
@@ -77,12 +89,13 @@ def assemble(job: Job, spec: ModelSpec, mesh: Mesh, how: Quantising | None = Non
     initialise(module, job.train.seed)
     if job.model.weights is not None:
         import_hf(module, user_path(job.model.weights))  # a checkpoint replaces it later
-    how = how or quantising(job)
+    how = how or quantising(job, mesh.device)
     if how is not None:
         quantise(module, how)
     parallel = DataParallel(module, mesh, job.layout.dp_shard)
     optimizer = Optimizer(module, job, mesh)
     on_bad = partial(stop_non_finite, job, mesh, parallel)
     names = () if how is None else amax_names(spec, how)
-    step = Step(job, spec, mesh, parallel, optimizer, on_bad=on_bad, amax_names=names)
+    watching = None if how is None else watching_of(spec, how, every=job.precision.watch_every)
+    step = Step(job, spec, mesh, parallel, optimizer, on_bad=on_bad, amax_names=names, watching=watching)
     return Assembly(job, spec, mesh, module, parallel, optimizer, step)
