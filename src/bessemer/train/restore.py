@@ -16,6 +16,7 @@ from bessemer.core.paths import user_path
 from bessemer.keep.checkpoint import Checkpoint, CheckpointFolder
 from bessemer.keep.slices import Slice, dtype_name, torch_dtype
 from bessemer.models.quantise import refresh_amax
+from bessemer.models.watched import refresh_fallen
 from bessemer.train.assembly import Assembly
 from bessemer.train.state import OPTIMIZER_PREFIX, filled_slices, state_names
 
@@ -60,12 +61,18 @@ def restore(parts: Assembly, run_folder: Path, data_fingerprint: str) -> Restore
         return Restored(0, None, choice["why"])
     with Checkpoint.open(Path(choice["path"])) as checkpoint:
         _check_meta(checkpoint.meta, job, data_fingerprint, choice["path"])
-        names = state_names(parts.spec, job.train, parts.step.passes.amax_names)
+        names = state_names(parts.spec, job.train, parts.step.passes.amax_names, _fall_back_names(parts))
         with filled_slices(parts.module, parts.optimizer) as slices:
             _read(checkpoint, slices, names)
     refresh_amax(parts.module)
+    refresh_fallen(parts.module)
     parts.optimizer.set_steps(checkpoint.step)
     return Restored(checkpoint.step, choice["path"], choice["why"])
+
+
+def _fall_back_names(parts: Assembly) -> tuple[str, ...]:
+    watching = parts.step.passes.watching
+    return watching.names if watching is not None and watching.fall_back else ()
 
 
 def _read(checkpoint: Checkpoint, slices: list[Slice], names: list[str]) -> None:

@@ -18,11 +18,13 @@ from bessemer.core.model import ModelSpec
 from bessemer.keep.slices import Slice
 from bessemer.models.canonical import held, shapes
 from bessemer.models.quantise import histories
+from bessemer.models.watched import held_troubles
 from bessemer.parallel.copies import Copies, copies_of
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.optim import Optimizer, moments
 
 __all__ = [
+    "FALL_BACK_PREFIX",
     "HISTORY_PREFIX",
     "OPTIMIZER_PREFIX",
     "filled_slices",
@@ -35,10 +37,13 @@ __all__ = [
 OPTIMIZER_PREFIX = "optim."
 HISTORY_PREFIX = "precision.history/"
 """The amaxes of delayed scaling, float32 [3, steps] of each logical tensor, for x, weight and gradient."""
+FALL_BACK_PREFIX = "precision.fall_back/"
+"""Float32 [2] of each logical tensor that may go on without quantising: samples in a row with trouble, and the step
+after which it did or 0."""
 
 
 def state_slices(module: nn.Module, optimizer: Optimizer | None) -> list[Slice]:
-    """Every slice of parameters, optimizer state and histories of amaxes that this rank holds; the tensors are views,
+    """Every slice of parameters, optimizer state and states of quantising that this rank holds; the tensors are views,
     but moments in FP8 copies in bfloat16."""
     return _slices(module, _named(module, optimizer))
 
@@ -52,11 +57,12 @@ def filled_slices(module: nn.Module, optimizer: Optimizer) -> Iterator[list[Slic
 
 
 def _slices(module: nn.Module, found: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Slice]:
-    return [s for prefix, named in found.items() for s in slices_of(module, named, prefix)] + _history_slices(module)
+    return [s for prefix, named in found.items() for s in slices_of(module, named, prefix)] + _precision_slices(module)
 
 
-def _history_slices(module: nn.Module) -> list[Slice]:
-    return [Slice.whole(HISTORY_PREFIX + name, history) for name, history in histories(module)]
+def _precision_slices(module: nn.Module) -> list[Slice]:
+    found = [Slice.whole(HISTORY_PREFIX + name, history) for name, history in histories(module)]
+    return found + [Slice.whole(FALL_BACK_PREFIX + name, trouble) for name, trouble in held_troubles(module)]
 
 
 def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Mapping[str, torch.Tensor]]:
@@ -70,13 +76,16 @@ def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Mapping[
     return named
 
 
-def state_names(spec: ModelSpec, train: TrainSection, amax_names: Sequence[str] = ()) -> list[str]:
+def state_names(
+    spec: ModelSpec, train: TrainSection, amax_names: Sequence[str] = (), fall_back_names: Sequence[str] = ()
+) -> list[str]:
     """The canonical names of the whole state over all ranks, however little of it one rank holds. `amax_names`: the
-    tensors whose scales follow a history."""
+    tensors whose scales follow a history; `fall_back_names`: those that may go on without quantising."""
     names = list(shapes(spec))
     kinds = {name: moments(name, len(shape), train) for name, shape in shapes(spec).items()}
     moved = [f"{OPTIMIZER_PREFIX}{kind}/{name}" for name in names for kind in kinds[name]]
-    return names + moved + [HISTORY_PREFIX + name for name in amax_names]
+    scaled = [HISTORY_PREFIX + name for name in amax_names] + [FALL_BACK_PREFIX + name for name in fall_back_names]
+    return names + moved + scaled
 
 
 def slices_of(module: nn.Module, named: Mapping[str, torch.Tensor], prefix: str = "") -> list[Slice]:
@@ -101,5 +110,5 @@ def owned_slices(module: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Sl
             if least == copies.place:
                 mine.append(s)
     if mesh.at("replica") == mesh.index("data") == mesh.at("tp") == 0:  # all ranks of a stage have the same, and little
-        mine += _history_slices(module)
+        mine += _precision_slices(module)
     return mine
