@@ -9,6 +9,7 @@ from bessemer.core.errors import ConfigError, RequestError
 from bessemer.core.recipes import RECIPES
 from bessemer.precision import INT8_WEIGHT, Grain, Scheme, advance, numerics, quantise, reference_amax
 from bessemer.precision.formats import E2M1, E4M3, E5M2, E8M0
+from bessemer.precision.outliers import relative_error
 from bessemer.precision.scaled import ROW, TENSOR, scale_from
 
 SCHEMES = {
@@ -136,6 +137,21 @@ def test_bfloat16_holds_every_dequantised_value(scheme: Scheme) -> None:
 def test_bytes_are_those_of_the_recipe_that_the_planner_reads(name: str) -> None:
     x = torch.randn(512, 4096)
     assert quantise(x, numerics(name).x).nbytes / x.numel() == pytest.approx(RECIPES[name].operand_bytes, rel=5e-3)
+
+
+def test_weights_in_int8_are_off_by_half_a_step_at_most() -> None:
+    """Normal weights, a scale per output: half of bfloat16's bytes and a scale a row; the error of rounding evenly
+    spaced numbers, step / sqrt(12), in the weights and in a product alike."""
+    draws = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(512, 1024, generator=draws) / 32, torch.randn(256, 1024, generator=draws)
+    made = quantise(weight, INT8_WEIGHT)
+    assert made.nbytes == weight.numel() + 512 * 4
+    read, step = made.dequantise(), made.scale
+    assert (read - weight).abs().le(step / 2).all()
+    expected = (step.square().mean() / 12 / weight.square().mean()).sqrt().item()
+    assert 0.012 < expected < 0.015
+    assert relative_error(read, weight) == pytest.approx(expected, rel=0.02)
+    assert relative_error(x @ read.t(), x.double() @ weight.double().t()) == pytest.approx(expected, rel=0.02)
 
 
 def test_scale_of_amax() -> None:
