@@ -149,7 +149,7 @@ def test_weights_in_int8_are_off_by_half_a_step_at_most() -> None:
     read, step = made.dequantise(), made.scale
     assert (read - weight).abs().le(step / 2).all()
     expected = (step.square().mean() / 12 / weight.square().mean()).sqrt().item()
-    assert 0.012 < expected < 0.015
+    assert 0.007 < expected < 0.016  # 3.3 deviations / 127 / sqrt(12), and up to twice that by rounding the scale up
     assert relative_error(read, weight) == pytest.approx(expected, rel=0.02)
     assert relative_error(x @ read.t(), x.double() @ weight.double().t()) == pytest.approx(expected, rel=0.02)
 
