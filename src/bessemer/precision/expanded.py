@@ -72,7 +72,7 @@ def encode_expanded(x_N: Tensor, noise_N: Tensor | None = None) -> tuple[Tensor,
     ends = _ends(range_G2)
     top_G1, spread_G1 = ends
     grown_GE = (size_GE / top_G1).log2_().div_(spread_G1).exp2_().mul_(E4M3.max)
-    code_GE = grown_GE.clamp_(_LOWEST, E4M3.max).to(E4M3.dtype).view(torch.uint8)
+    code_GE = grown_GE.clamp_(max=E4M3.max).to(E4M3.dtype).view(torch.uint8)
     if noise_GE is not None:
         code_GE = _by_chance(size_GE, code_GE, noise_GE, ends)
     # the ends of the range must be found again among the decoded numbers

@@ -42,7 +42,7 @@ __all__ = ["ADAMW_MOMENTS", "NarrowAdamW", "NarrowKind", "draws"]
 NarrowKind = Literal["bf16", "fp8"]
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHUNK = {"cpu": 1 << 16}
-_CHUNK_ELSEWHERE = 1 << 24
+_CHUNK_ELSEWHERE = 1 << 22
 """Elements of a chunk, a multiple of a group: on a CPU its float32 copies stay in the cache (measured: half the time of
 chunks of 2^20), elsewhere launches are few. The size changes no bit."""
 
