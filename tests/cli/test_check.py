@@ -55,7 +55,7 @@ EXPECTED: dict[str, set[tuple[str, str]]] = {
     "memory": {("memory", "machine.name")},
     "micro_batches": {("schedule-shape", "layout.schedule")},
     "misplaced_key": {("misplaced-key", "steps"), ("misplaced-key", "train.seq_len")},
-    "mode": {("not-runnable", "keep.mode")},
+    "mode": {("one-replica", "keep.mode")},
     "model_key": {("model-key", "model.hiden_size")},
     "no_experts": {("ep-no-experts", "layout.ep")},
     "out_of_range": {("out-of-range", "train.clip"), ("out-of-range", "train.lr"), ("out-of-range", "layout.dp")},

@@ -146,6 +146,8 @@ class KeepSection(Frozen):
     spares: int = Field(default=0, ge=0)
     unit: int | None = Field(default=None, gt=0)  # samples whose gradient is taken together; default: see `Job.unit`
     memory_every: int = Field(default=0, ge=0)
+    sums: Literal["fast", "exact"] | None = None  # across groups: floating point (default), or independent of grouping
+    lease_s: float | None = Field(default=None, gt=0)  # how long a host or a stopped rank may be silent; default: 1.5
 
 
 class MachineSection(Frozen):

@@ -16,14 +16,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bessemer.core.errors import BessemerError, RequestError
 from bessemer.core.job import Job
-from bessemer.keep.hub import Hub, Interrupted, Wishes, signals_into, signals_raise
+from bessemer.keep.hub import Heard, Hub, Interrupted, Wishes, signals_into, signals_raise
 from bessemer.keep.journal import Journal
 from bessemer.keep.process import Child, usable_cores
 from bessemer.keep.progress import Printer
@@ -93,8 +93,13 @@ def run(job: Job, options: Options | None = None) -> int:
             code = _prepare(options, journal)
             if code is not None:
                 return code
+            kind = Agent
+            if job.keep.mode == "zero-interruption":
+                from bessemer.keep.elastic_agent import ElasticAgent
+
+                kind = ElasticAgent
             with _workplace(lock) as place:
-                return Agent(folder, journal, options, place, lock).run()
+                return kind(folder, journal, options, place, lock).run()
         finally:
             journal.close()
     finally:
@@ -210,12 +215,7 @@ class Agent:
         """One round: what was heard, what was wished, what is due."""
         next_at = min((at for at, _ in self._plan), default=time.monotonic() + 1.0)
         for heard in self._hub.poll(min(1.0, next_at - time.monotonic())):
-            if isinstance(heard.watched, RankState):
-                self._on_end(heard.watched)
-            elif isinstance(heard.watched, VaultHost):
-                self._on_vault_end()
-            else:
-                self.reception.take(heard)
+            self._take(heard)
         self._heed(wishes)
         now = time.monotonic()
         due = [action for at, action in self._plan if at <= now]
@@ -225,6 +225,14 @@ class Agent:
         if self.journal.broken and not self.reception.stopping:
             self._stop("")
         self.journal.printer.refresh()
+
+    def _take(self, heard: Heard) -> None:
+        if isinstance(heard.watched, RankState):
+            self._on_end(heard.watched)
+        elif isinstance(heard.watched, VaultHost):
+            self._on_vault_end()
+        else:
+            self.reception.take(heard)
 
     def _heed(self, wishes: Wishes) -> None:
         if wishes.names and not self.reception.stopping:
@@ -305,9 +313,13 @@ class Agent:
         self._killed = self._killed or f"the vault did not finish its write {when}"
         self.vault.kill()
 
+    def _judged(self) -> Iterable[RankState]:
+        """The ranks whose ends decide how the run has ended."""
+        return self.ranks.values()
+
     def _conclude(self) -> int:
         return Ending(
-            ranks=self.ranks.values(),
+            ranks=self._judged(),
             journal=self.journal,
             stopping=self.reception.stopping,
             trouble=self._killed or self.journal.broken or self.vault.lost_text(ranks_run=False),

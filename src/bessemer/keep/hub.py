@@ -16,7 +16,7 @@ from typing import Any
 
 from bessemer.keep.wire import Frames, WireError, listen, pack
 
-__all__ = ["Hub", "Interrupted", "Link", "Wishes", "signals_into", "signals_raise"]
+__all__ = ["Heard", "Hub", "Interrupted", "Link", "Wishes", "signals_into", "signals_raise"]
 
 SEND_S = 5.0
 """How long a message to a process may take. It is a few bytes, so a full socket means that nobody reads it."""
@@ -71,6 +71,14 @@ class Hub:
         """`what` comes back from `poll` once, when the process behind the descriptor ends."""
         self._selector.register(pidfd, selectors.EVENT_READ, ("pid", pidfd, what))
 
+    def follow(self, connection: socket.socket) -> Link:
+        """Hear what comes over a connection that was made from here."""
+        connection.setblocking(False)
+        link = Link(connection)
+        self.links.append(link)
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        return link
+
     def wake(self) -> None:
         """Ends a running `poll`; safe in a signal handler."""
         with contextlib.suppress(BlockingIOError):
@@ -111,10 +119,7 @@ class Hub:
                 connection, _ = self._server.accept()
             except BlockingIOError:
                 return
-            connection.setblocking(False)
-            link = Link(connection)
-            self.links.append(link)
-            self._selector.register(connection, selectors.EVENT_READ, link)
+            self.follow(connection)
 
     def _read(self, link: Link) -> list[Heard]:
         heard: list[Heard] = []

@@ -56,6 +56,8 @@ class Member:
     def __init__(self, launch: Launch, *, agent: Path | None = None, vault: Path | None = None) -> None:
         self.launch = launch
         self.rank, self.world_size = launch.rank, launch.world_size
+        self.number = launch.rank
+        """By which the agent knows this process; it differs from the rank where there are several groups."""
         self.local_rank, self.local_world_size = launch.local_rank, launch.local_world_size
         self.agent, self.vault = agent, vault
         self.run_folder: Path | None = None
@@ -94,6 +96,7 @@ class Member:
             )
             member.run_folder = _path_of(os.environ.get("BESSEMER_RUN"))
             member.store = _path_of(os.environ.get("BESSEMER_STORE"))
+            member.number = int(os.environ.get("BESSEMER_NUMBER", member.rank))
             member.connect()
         else:
             from bessemer.keep.join import join_host
@@ -230,7 +233,7 @@ class Member:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         link.setblocking(False)
         self._socket = link
-        self._send({"kind": "hello", "rank": self.rank, "local_rank": self.local_rank, "pid": os.getpid()})
+        self._send({"kind": "hello", "rank": self.number, "local_rank": self.local_rank, "pid": os.getpid()})
 
     def await_welcome(self, timeout_s: float) -> None:
         """Waits until the host's services are up: run folder locked, vault started. Raises what went wrong there."""

@@ -60,16 +60,23 @@ def _unit(job: Job) -> Iterator[Problem]:
 def _mode(job: Job) -> Iterator[Problem]:
     keep, default = job.keep, KeepSection()
     if keep.mode == "restart":
-        for name in ("min_replicas", "spares", "memory_every"):
+        for name in ("min_replicas", "spares", "memory_every", "sums", "lease_s"):
             value = getattr(keep, name)
             if value != getattr(default, name):
-                what = f'{name} = {value} has no effect with mode = "restart"'
+                shown = f'"{value}"' if isinstance(value, str) else value
+                what = f'{name} = {shown} has no effect with mode = "restart"'
                 why = "it is for runs that go on while members die"
                 yield _problem("ignored-setting", f"keep.{name}", what, why=why, fix="delete it")
         return
-    why = "the trainer restarts from the newest checkpoint when a rank dies"
-    what = f'mode = "{keep.mode}" can be planned but not trained yet'
-    yield _problem("not-runnable", "keep.mode", what, why=why, fix='keep.mode = "restart"')
+    if job.replicas < 2 and not keep.spares:
+        what = 'mode = "zero-interruption" with one copy of the model and no spare'
+        why = "when a rank of the only copy dies nobody is left that could go on"
+        fix = "layout.dp = 2, or keep.spares = 1"
+        yield _problem("one-replica", "keep.mode", what, why=why, fix=fix)
+    if keep.sums == "exact" and job.precision.fall_back:
+        what = 'sums = "exact" with precision.fall_back'
+        why = "a layer falls back by figures that are summed in floating point, in an order that a lost group changes"
+        yield _problem("not-exact", "keep.sums", what, why=why, fix='keep.sums = "fast", or delete precision.fall_back')
     if keep.min_replicas is not None and keep.min_replicas > job.replicas:
         what = f"min_replicas = {keep.min_replicas} is more than the {job.replicas} replicas of the run"
         why = "the run would stop at once"

@@ -90,6 +90,14 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
+    def stopped(self) -> bool:
+        """Whether it is stopped (state T): alive, and doing nothing."""
+        try:
+            text = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[0] in ("T", "t")
+
     def kill_session(self) -> None:
         """SIGKILL to the process and to whatever it started in its session. Safe only while it is not reaped."""
         if self.pidfd >= 0:  # -1: never started, or reaped

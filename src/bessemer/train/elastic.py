@@ -178,6 +178,7 @@ class ElasticLoop(Loop):
             if not self._compute(step, epoch, work):
                 continue  # a newer epoch has come
             total = work.kept.buffers.copy()
+            self.reporter.phase(step + 1, "summing")
             assert self._across is not None
             try:
                 with self.parts.step.passes.phases("comm_s"):

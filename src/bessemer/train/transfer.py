@@ -39,7 +39,8 @@ def held_state(parts: Assembly) -> Iterator[tuple[str, Tensor]]:
     for name, param in parts.optimizer.params.items():
         yield f"param/{name}", local(param.detach())
     for name, buffer in parts.module.named_buffers():
-        yield f"buffer/{name}", buffer
+        if not name.endswith(".seen"):  # a rank's notes of the step that is under way
+            yield f"buffer/{name}", buffer
     for index, tensor in enumerate(parts.optimizer.kept()):
         yield f"moment/{index}", local(tensor)
 

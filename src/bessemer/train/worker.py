@@ -14,20 +14,18 @@ from bessemer.core.errors import RunFolderError
 from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
 from bessemer.core.job_file import load_job
-from bessemer.core.machine import Machine, load_machine
+from bessemer.core.machine import load_machine
 from bessemer.data import open_dataset, prepare
 from bessemer.keep.join import rendezvous
 from bessemer.keep.member import Member
 from bessemer.keep.vault_client import VaultClient
-from bessemer.models.quantise import choice
-from bessemer.ops import fallback_reason
 from bessemer.parallel.mesh import Mesh, build_mesh
 from bessemer.runtime.device import pick_device
-from bessemer.runtime.peaks import declared_peaks, ensure_peaks
 from bessemer.runtime.recorder import Recorder
-from bessemer.train.assembly import assemble, quantising
+from bessemer.train.assembly import assemble
 from bessemer.train.loop import Loop
 from bessemer.train.opened import keep_tokenizer
+from bessemer.train.startup import note_machine, tell_start
 
 __all__ = ["join", "main", "run_rank"]
 
@@ -36,7 +34,12 @@ def main() -> int:
     """The rank that the agent's environment describes; returns the exit code."""
     member = Member.from_environment()
     assert member.run_folder is not None, "the agent names the run folder"
-    return _guarded(load_job(member.run_folder / "job.toml"), member)
+    job = load_job(member.run_folder / "job.toml")
+    if job.keep.mode == "zero-interruption":
+        from bessemer.train.elastic_worker import run_member
+
+        return run_member(job, member)
+    return _guarded(job, member)
 
 
 def join(job: Job) -> int:
@@ -74,7 +77,8 @@ def run_rank(job: Job, member: Member) -> None:
     prepared = prepare(job)
     if mesh.rank == 0:
         keep_tokenizer(member.run_folder, prepared.tokenizer_json)
-    _note_machine(job, machine, mesh, member)
+    hosts = max(1, mesh.world_size // member.local_world_size)
+    note_machine(job, machine, mesh, member, devices=mesh.world_size, hosts=hosts)
     member.phase(0, "building the model")
     parts = assemble(job, spec, mesh)
     parts.step.passes.phases.attach(recorder)
@@ -90,11 +94,7 @@ def run_rank(job: Job, member: Member) -> None:
             run_folder=member.run_folder,
         )
         if mesh.rank == 0:
-            why = fallback_reason()
-            member.event("operators", path="reference" if why else "native", why=why)
-            if (how := quantising(job)) is not None:
-                member.event("precision", recipe=job.precision.recipe, layers=choice(spec, how))
-            member.event("ready")
+            tell_start(job, spec, member)
         loop.run()
 
 
@@ -110,17 +110,6 @@ def _same_folder(member: Member, mesh: Mesh) -> None:
             code="other-folder",
             fix="set run.dir to a folder that all hosts mount at the same place",
         )
-
-
-def _note_machine(job: Job, machine: Machine, mesh: Mesh, member: Member) -> None:
-    """Rank 0 measures this computer once, while the others stand still, and notes the peak of all devices."""
-    if mesh.rank == 0:
-        machine = ensure_peaks(machine, cache=job.data.cache)
-        hosts = max(1, mesh.world_size // member.local_world_size)
-        peaks = declared_peaks(machine, devices=mesh.world_size, hosts=hosts)
-        kind = machine.origin.kind
-        member.event("machine", name=machine.name, peak_flops=peaks, kind=kind, source=machine.origin.source)
-    mesh.sum_over_world(torch.zeros(1, device=mesh.device))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,310 @@
+"""The agent of a run that goes on while groups of ranks are lost: starts the coordinator, groups and spares, tells the
+coordinator which are lost, and starts new ones in their place.
+
+A rank that ended is lost at once, one that is stopped (state T) after the lease, one that is alive while all others
+wait for it after the longest step that can be expected. A lost rank takes its group with it. This process is the one
+that judges, so that a rank whose interpreter is busy doesn't look dead.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from bessemer.core.errors import PeerLost
+from bessemer.keep.agent import Agent
+from bessemer.keep.coordinator import SECRET, connect, proof
+from bessemer.keep.hub import Heard, Link, Wishes
+from bessemer.keep.process import Child, usable_cores
+from bessemer.keep.reception import RankState
+from bessemer.keep.wire import Frames, pack
+
+__all__ = ["ElasticAgent"]
+
+COORDINATOR_S = 30.0
+WATCH_S = 0.2
+"""Between two looks at the ranks' states, and two signs of life to the coordinator."""
+LEAST_HANG_S = 10.0
+"""A rank for which all others wait is given this long, or five times the 99th percentile of a step."""
+LEASE_S = 1.5
+LEADERS_WORK_S = 600.0
+_METRICS_KEPT = 64
+_LEADERS_WORK = ("evaluating", "saving", "waiting for the last checkpoint")
+QUICK_DEATH_S = 60.0
+QUICK_DEATHS = 3
+"""After so many groups in a row that died within a minute of their start, no new one is started."""
+
+
+@dataclass
+class _Group:
+    name: int
+    states: list[RankState]
+    started: float
+    lost: bool = False
+
+
+@dataclass
+class _Progress:
+    """Steps that the coordinator has made true: how long each took, and when the last was."""
+
+    step: int = 0
+    last: float = field(default_factory=time.monotonic)
+    lengths: list[float] = field(default_factory=list)
+
+    def note(self, step: int) -> None:
+        now = time.monotonic()
+        if step > self.step:
+            self.lengths = [*self.lengths[-199:], now - self.last]
+        self.step, self.last = step, now
+
+    @property
+    def longest_s(self) -> float:
+        if len(self.lengths) < 5:
+            return float("inf")  # the first steps load and compile, and say nothing of the others
+        return max(LEAST_HANG_S, 5 * sorted(self.lengths)[int(0.99 * (len(self.lengths) - 1))])
+
+
+class ElasticAgent(Agent):
+    """One attempt of a run in mode "zero-interruption" on this host."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ranks.clear()
+        self.block = self.world_size // self.job.replicas
+        self._groups: dict[int, _Group] = {}
+        self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
+        self._address = f"unix:{self.place}/coordinator"
+        self._coordinator: Child | None = None
+        self._link: Link | None = None
+        self._names = 0
+        self._lease_s = self.job.keep.lease_s or LEASE_S
+        self._quick = 0
+        self._active: list[int] = []
+        self._finished = False
+        self._others_metrics: dict[int, dict[str, Any]] = {}
+        self._stopped_since: dict[int, float] = {}
+        self._progress = _Progress()
+
+    # ---- start
+
+    def _start(self) -> None:
+        self.vault.start(self._hub)
+        self._start_coordinator()
+        wanted = self.job.replicas + self.job.keep.spares
+        for _ in range(wanted):
+            self._start_group(joins=False)
+        spares = f" and {self.job.keep.spares} spare" if self.job.keep.spares else ""
+        text = f"{self.job.replicas} groups of {self.block} ranks{spares}, job {self.job.hash}"
+        self.journal.printer.line("run", text, "bold")
+        self._watch_ranks()
+
+    def _start_coordinator(self) -> None:
+        command = [sys.executable, "-m", "bessemer.keep.coordinator", "--address", self._address]
+        command += ["--job", str(self.folder.job_file), "--lease", f"{self._lease_s:g}"]
+        log = self.folder.path / "logs" / "coordinator.log"
+        self._coordinator = Child(command, {**os.environ, SECRET: self._secret}, log)
+        self._coordinator.start()
+        deadline = time.monotonic() + COORDINATOR_S
+        while True:
+            try:
+                link = connect(self._address, 5.0)
+                break
+            except OSError as error:
+                if self._coordinator.exit_code() is not None or time.monotonic() > deadline:
+                    tail = "".join(f"\n    | {line}" for line in self._coordinator.tail())
+                    raise PeerLost(f"the coordinator did not come up\n  log: {log}{tail}",
+                                   code="coordinator-lost") from error  # fmt: skip
+                time.sleep(0.02)
+        [challenge] = Frames().feed(link.recv(4096))
+        hello = {"kind": "hello", "role": "agent", "host": socket.gethostname()}
+        link.sendall(pack(hello | {"proof": proof(self._secret, challenge["nonce"])}))
+        self._link = self._hub.follow(link)
+        self._hub.watch(self._coordinator.pidfd, self._coordinator)
+
+    def _start_group(self, *, joins: bool) -> None:
+        name = self._names
+        self._names += 1
+        group = self._groups[name] = _Group(name, [], time.monotonic())
+        for place in range(self.block):
+            number = name * self.block + place
+            state = self.ranks[number] = RankState(number)
+            environment = self._member_environment(name, place, joins)
+            state.child = Child(self.options.command, environment, self.folder.log_file(number))
+            state.child.start()
+            self._hub.watch(state.child.pidfd, state)
+            group.states.append(state)
+
+    def _member_environment(self, group: int, place: int, joins: bool) -> dict[str, str]:
+        threads = str(max(1, usable_cores() // self.world_size))
+        ours = {
+            "RANK": str(place),
+            "WORLD_SIZE": str(self.block),
+            "LOCAL_RANK": str(place),
+            "LOCAL_WORLD_SIZE": str(self.block),
+            "BESSEMER_NUMBER": str(group * self.block + place),
+            "BESSEMER_GROUP": str(group),
+            "BESSEMER_JOINS": "1" if joins else "",
+            "BESSEMER_STORE": str(self.place / f"store-{group}"),
+            "BESSEMER_COORDINATOR": self._address,
+            SECRET: self._secret,
+        }
+        return {"OMP_NUM_THREADS": threads, **self._environment(place), **ours}
+
+    # ---- watch
+
+    def _turn(self, wishes: Wishes) -> None:
+        super()._turn(wishes)
+        if self._finished and any(not g.lost and not self._is_active(g) for g in self._groups.values()):
+            self._dismiss_spares()
+
+    def _take(self, heard: Heard) -> None:
+        if heard.link is not None and heard.link is self._link:
+            if heard.record is not None and heard.record["kind"] == "event":
+                self._from_coordinator(heard.record["event"], heard.record["fields"])
+        elif heard.watched is self._coordinator and heard.watched is not None:
+            self._on_coordinator_end()
+        elif heard.link is not None and heard.record is not None and heard.record.get("kind") == "metric":
+            self._take_metric(heard.link.rank, heard.record["record"])
+        else:
+            super()._take(heard)
+
+    def _take_metric(self, number: int | None, record: dict[str, Any]) -> None:
+        """Every group tells of each step; what counts is the word of the one that leads, whose records have more. Of
+        a step that it didn't live to tell of, that of another."""
+        if number is None or number // self.block != min(self._active, default=-1):
+            self._others_metrics[int(record["step"])] = record
+            for step in sorted(self._others_metrics)[:-_METRICS_KEPT]:
+                del self._others_metrics[step]
+        elif int(record["step"]) > self.journal.step:
+            self._tell_missing(int(record["step"]) - 1)
+            self.journal.metric(record)
+
+    def _tell_missing(self, last: int) -> None:
+        """Steps up to `last` that are true, and that no leader has told of."""
+        for step in range(self.journal.step + 1, last + 1):
+            if step in self._others_metrics:
+                self.journal.metric(self._others_metrics[step])
+
+    def _from_coordinator(self, event: str, fields: dict[str, Any]) -> None:
+        if event == "commit":
+            self._progress.note(int(fields["step"]))
+            self._finished = self._progress.step >= self.job.train.steps
+            return  # the metrics have a line for each
+        self.journal.event(event, **fields)
+        if event == "epoch":
+            self._active = list(fields["active"])
+            self._progress.last = time.monotonic()
+
+    def _is_active(self, group: _Group) -> bool:
+        return group.name in self._active
+
+    def _watch_ranks(self) -> None:
+        """Every so often: a sign of life, and a look at those that stand still."""
+        self._later(WATCH_S, self._watch_ranks)
+        if self._link is not None:
+            self._link.send({"kind": "alive"})
+        now = time.monotonic()
+        for group in [g for g in self._groups.values() if not g.lost]:
+            for state in group.states:
+                if state.gone or state.child is None:
+                    continue
+                if state.child.stopped():
+                    since = self._stopped_since.setdefault(state.rank, now)
+                    if now - since > self._lease_s:
+                        self._lose(group, f"rank {state.rank} is stopped for {self._lease_s:g} s", state)
+                        break
+                else:
+                    self._stopped_since.pop(state.rank, None)
+        self._watch_progress(now)
+
+    def _watch_progress(self, now: float) -> None:
+        """Where no step comes true for too long, the groups that others wait for are lost."""
+        if self._finished or self.reception.stopping or now - self._progress.last < self._progress.longest_s:
+            return
+        active = [self._groups[name] for name in self._active if name in self._groups]
+        waiting = [g for g in active if all(state.phase == "summing" for state in g.states)]
+        behind = [g for g in active if g not in waiting and not g.lost and not self._excused(g, now)]
+        if waiting and behind:
+            for group in behind:
+                state = next(s for s in group.states if s.phase != "summing")
+                self._lose(group, f"rank {state.rank} makes no progress in {state.phase}", state)
+
+    def _excused(self, group: _Group, now: float) -> bool:
+        """Whether it does what only the group that leads does."""
+        busy = any(state.phase in _LEADERS_WORK for state in group.states)
+        return busy and now - self._progress.last < LEADERS_WORK_S
+
+    def _on_end(self, state: RankState) -> None:
+        assert state.child is not None
+        state.child.kill_session()
+        state.exit_code, state.gone = state.child.exit_code(), True
+        group = self._groups[state.rank // self.block]
+        orderly = state.exit_code in (0, 3) and (self._finished or self.reception.stopping or state.said is not None)
+        if group.lost or orderly or state.told_to_end:
+            return
+        code = state.exit_code or 0
+        self._lose(group, f"rank {state.rank} " + (f"exited with code {code}" if code >= 0 else
+                   f"was killed by {signal.Signals(-code).name}"), state)  # fmt: skip
+
+    def _on_failed(self, state: RankState) -> None:
+        """A rank that said why it fails ends by itself; what follows is decided at its end."""
+
+    def _lose(self, group: _Group, why: str, state: RankState) -> None:
+        """The group is gone: say so, end what is left of it, and start another in its place."""
+        group.lost = True
+        state.failed_at = time.monotonic()
+        how: dict[str, Any] = {} if state.exit_code is None else {"exit_code": state.exit_code}
+        self.journal.event("rank_lost", rank=state.rank, group=group.name, why=why, step=state.step,
+                           phase=state.phase, **how)  # fmt: skip
+        if self._link is not None:
+            self._link.send({"kind": "lost", "group": group.name, "incarnation": 0, "why": why})
+        for other in group.states:
+            if other.child is not None and not other.gone:
+                other.told_to_end = True
+                other.child.signal(signal.SIGKILL)
+        if not any(not g.lost and self._is_active(g) for g in self._groups.values()):
+            self._failing = True
+            self._later(0.0, lambda: self._signal_rest(signal.SIGKILL))
+            return
+        self._quick = self._quick + 1 if time.monotonic() - group.started < QUICK_DEATH_S else 0
+        if self._finished or self.reception.stopping or self._failing:
+            return
+        if self._quick >= QUICK_DEATHS:
+            text = (
+                f"{self._quick} groups in a row died within {QUICK_DEATH_S:g} s of their start: no new one is started"
+            )
+            self.journal.event("warning", message=text, rank=None)
+            return
+        self._start_group(joins=True)
+
+    def _dismiss_spares(self) -> None:
+        for group in self._groups.values():
+            if not group.lost and not self._is_active(group):
+                group.lost = True
+                for state in group.states:
+                    if state.child is not None and not state.gone:
+                        state.told_to_end = True
+                        state.child.signal(signal.SIGKILL)
+
+    def _on_coordinator_end(self) -> None:
+        assert self._coordinator is not None
+        code = self._coordinator.exit_code()
+        if not self._finished and not self.reception.stopping:
+            self._kill(f"the coordinator ended with code {code}")
+
+    # ---- end
+
+    def _judged(self) -> list[RankState]:
+        """Lost groups were replaced, unless none was left."""
+        return [state for g in self._groups.values() if self._failing or not g.lost for state in g.states]
+
+    def _clear(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.kill_session()
+        super()._clear()

@@ -1,0 +1,136 @@
+"""A rank of a run that goes on while groups are lost and join: what `worker.py` is to the other runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from bessemer.comm import collectives as comm
+from bessemer.core.hf_config import resolve_model
+from bessemer.core.job import Job
+from bessemer.core.machine import load_machine
+from bessemer.data import open_dataset, prepare
+from bessemer.keep.cohort import Cohort, Epoch, Fenced, Released, Seat
+from bessemer.keep.coordinator import SECRET
+from bessemer.keep.join import rendezvous
+from bessemer.keep.member import Member
+from bessemer.keep.slices import Slice
+from bessemer.keep.vault_client import VaultClient
+from bessemer.parallel.across import Link, connect_gloo, connect_nccl
+from bessemer.parallel.mesh import build_mesh
+from bessemer.runtime.device import Device, pick_device
+from bessemer.runtime.recorder import Recorder
+from bessemer.train.assembly import assemble
+from bessemer.train.elastic import Connector, ElasticLoop, group_job
+from bessemer.train.opened import keep_tokenizer
+from bessemer.train.startup import note_machine, tell_start
+from bessemer.train.transfer import Landing
+
+__all__ = ["run_member"]
+
+ACROSS_TIMEOUT_S = 60.0
+"""Of a sum across groups. It is given up long before, when the coordinator knows who is lost."""
+
+
+class LeaderSaver:
+    """The vault, of which only the group that leads is a client, from its first save on."""
+
+    def __init__(self, connect: Callable[[], VaultClient]) -> None:
+        self._connect, self._client = connect, None  # type: Callable[[], VaultClient], VaultClient | None
+
+    def reserve(self, slices: list[Slice], meta: dict[str, Any]) -> None:
+        """Memory is reserved with the first save."""
+
+    def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
+        if self._client is None:
+            self._client = self._connect()
+            self._client.reserve(slices, meta)
+        return self._client.save(step, slices, meta)
+
+    def poll(self) -> list[dict[str, Any]]:
+        return [] if self._client is None else self._client.poll()
+
+    def wait(self) -> list[dict[str, Any]]:
+        return [] if self._client is None else self._client.wait()
+
+
+class FileConnector(Connector):
+    """Groups of one host meet in a file, one for each epoch and place."""
+
+    def __init__(self, folder: Path, place: int, device: Device) -> None:
+        self._folder, self._place, self._device = folder, place, device
+
+    def link(self, epoch: Epoch, index: int) -> Link:
+        path = self._folder / f"epoch-{epoch.term}-{epoch.number}-{self._place}"
+        store = dist.FileStore(str(path), len(epoch.members))  # type: ignore[attr-defined]
+        make = connect_nccl if self._device.backend == "nccl" else connect_gloo
+        return make(store, index, len(epoch.members), ACROSS_TIMEOUT_S)
+
+
+def run_member(job: Job, member: Member) -> int:
+    """Train as a rank of a group; returns the exit code. What the process may still be stuck in ends with it."""
+    code = 0
+    try:
+        _run(job, member)
+    except (Fenced, Released) as end:
+        with contextlib.suppress(Exception):
+            member.event("group_ended", group=int(os.environ["BESSEMER_GROUP"]), code=end.code, message=end.message)
+        code = end.exit_code
+        member.close(code)
+    except BaseException as error:
+        code = member.failed(error)
+    else:
+        member.close()
+    os._exit(code)  # the destructor of a group that hangs would wait for its timeout
+
+
+def _run(job: Job, member: Member) -> None:
+    environment = os.environ
+    group, joins = int(environment["BESSEMER_GROUP"]), bool(environment["BESSEMER_JOINS"])
+    own, place = group_job(job), member.rank
+    machine = load_machine(job.machine.name)
+    device = pick_device(machine.device, member.local_rank)
+    if own.layout.world_size > 1:
+        member.phase(0, "connecting the ranks")
+        dist.init_process_group(device.backend, rank=place, world_size=member.world_size, **rendezvous(member))
+    spec = resolve_model(job.model)
+    assert member.run_folder is not None and member.vault is not None and member.agent is not None
+    box = member.run_folder / "blackbox" / f"rank-{member.number}"
+    recorder = Recorder(box, rank=member.number, world=member.world_size, job_hash=job.hash)
+    comm.record_to(recorder)
+    mesh = build_mesh(own, place, device.torch_device, spec)
+    member.phase(0, "opening the data")
+    prepared = prepare(job)
+    first = group == 0 and not joins
+    if first and mesh.rank == 0:
+        keep_tokenizer(member.run_folder, prepared.tokenizer_json)
+    if first:
+        note_machine(job, machine, mesh, member, devices=job.layout.world_size, hosts=1)
+    member.phase(0, "building the model")
+    parts = assemble(own, spec, mesh)
+    parts.step.passes.phases.attach(recorder)
+    if first and mesh.rank == 0:
+        tell_start(job, spec, member)
+    secret, sockets = environment[SECRET], member.agent.parent
+    vault, seat = member.vault, Seat(group, 0, place, os.uname().nodename)
+    saver = LeaderSaver(lambda: VaultClient(vault, rank=place, world_size=member.world_size))
+    ElasticLoop(
+        parts=parts,
+        train_data=open_dataset(job, "train", prepared),
+        val_data=open_dataset(job, "val", prepared) if job.data.val_fraction > 0 else None,
+        reporter=member,
+        saver=saver,
+        run_folder=member.run_folder,
+        whole_job=job,
+        cohort=Cohort(environment["BESSEMER_COORDINATOR"], secret, seat),
+        connector=FileConnector(sockets, place, device),
+        landing=Landing(f"unix:{sockets}/l{member.number}", secret),
+        secret=secret,
+        exact=job.keep.sums == "exact",
+        joins=joins,
+    ).run()
