@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bessemer.api._lab_scaling import scaling_law
-from bessemer.core.errors import BessemerError, RequestError
+from bessemer.core.errors import BessemerError, RequestError, Stopped
 from bessemer.lab import scaling_driver
 from bessemer.lab.scaling_driver import train_grid
 from bessemer.lab.scaling_grid import (
@@ -120,6 +120,17 @@ def test_a_dead_worker_is_named_and_its_neighbours_end(tmp_path: Path, quick_wor
     with pytest.raises(BessemerError, match="exit code 7") as caught:
         train_grid(points, results, cache="", workers=3, stream=io.StringIO())
     assert caught.value.code == "lab-worker" and time.monotonic() - start < 30
+
+
+def test_a_stop_on_request_keeps_what_is_finished(tmp_path: Path, quick_workers: Any) -> None:
+    """The second point's process sends the driver Ctrl-C and would go on for a minute."""
+    points = _points(3)
+    stop = f"import os, signal, time; point.tokens == {points[1].tokens} and os.kill({os.getpid()}, signal.SIGINT)"
+    quick_workers(f"{stop}; time.sleep(0 if point.tokens == {points[0].tokens} else 60)")
+    results = tmp_path / "results.jsonl"
+    with pytest.raises(Stopped, match="1 points are kept"):
+        train_grid(points, results, cache="", workers=1, stream=io.StringIO())
+    assert set(finished(results)) == {points[0].key}
 
 
 @pytest.mark.slow

@@ -9,18 +9,16 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from bessemer.core.errors import BessemerError
+from bessemer.core.errors import BessemerError, Stopped
 from bessemer.core.units import format_seconds
 from bessemer.keep.records import RecordWriter
 from bessemer.lab.scaling_grid import GridPoint, finished
 
 __all__ = ["train_grid"]
-
-Say = Callable[[str], None]
 
 WORKER = ["-m", "bessemer.lab.scaling_worker"]
 
@@ -71,8 +69,8 @@ class _Clock:
 def train_grid(
     points: Sequence[GridPoint], results: Path, *, cache: str, workers: int, stream: IO[str] | None = None
 ) -> None:
-    """Trains those points that `results` lacks. A stop, by Ctrl-C or worse, loses only the points that were under way.
-    BessemerError `lab-worker` where a process dies."""
+    """Trains those points that `results` lacks. However it ends, only the points that were under way are lost.
+    Stopped after Ctrl-C, BessemerError `lab-worker` where a process dies."""
     results.parent.mkdir(parents=True, exist_ok=True)
     have = finished(results)
     waiting = [p for p in points if p.key not in have]
@@ -81,22 +79,29 @@ def train_grid(
         queue = list(reversed(waiting))
         for worker in crew:
             worker.give(queue.pop())
-        while any(worker.point is not None for worker in crew):
-            for key, _ in ready.select():
-                worker = key.data
-                line = worker.answers.readline()
-                point = worker.point
-                if not line:
-                    code = worker.process.wait()
-                    what = f"the process that trained {point.name} ended with exit code {code}"
-                    raise BessemerError(what, code="lab-worker", fix="see above; the same command goes on from here")
-                record = json.loads(line)
-                writer.write(record)
-                loss = "diverged" if record["loss"] is None else f"loss {record['loss']:.4f}"
-                clock.finished(point, f"{point.name}: {loss}, {format_seconds(record['cpu_s'])} of CPU")
-                worker.point = None
-                if queue:
-                    worker.give(queue.pop())
+        try:
+            while any(worker.point is not None for worker in crew):
+                for key, _ in ready.select():
+                    writer.write(_answer(key.data, clock))
+                    if queue:
+                        key.data.give(queue.pop())
+        except KeyboardInterrupt:
+            what = f"stopped on request; {len(finished(results))} points are kept in {results}"
+            raise Stopped(what, fix="the same command goes on from there") from None
+
+
+def _answer(worker: _Worker, clock: _Clock) -> dict[str, Any]:
+    """The record of a worker that has something to say, which then waits for work."""
+    line, point = worker.answers.readline(), worker.point
+    assert point is not None
+    if not line:
+        what = f"the process that trained {point.name} ended with exit code {worker.process.wait()}"
+        raise BessemerError(what, code="lab-worker", fix="see above; the same command goes on from there")
+    record: dict[str, Any] = json.loads(line)
+    loss = "diverged" if record["loss"] is None else f"loss {record['loss']:.4f}"
+    clock.finished(point, f"{point.name}: {loss}, {format_seconds(record['cpu_s'])} of CPU")
+    worker.point = None
+    return record
 
 
 @contextlib.contextmanager
