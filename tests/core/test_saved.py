@@ -9,7 +9,8 @@ from bessemer.core.errors import ConfigError
 from bessemer.core.layout import Layout
 from bessemer.core.presets import preset
 from bessemer.core.recompute import FINE, PARTS, RECOMPUTE, parts_of_layer, recompute
-from bessemer.core.saved import Sizes, again, layer_bytes
+from bessemer.core.saved import again, layer_bytes
+from bessemer.core.sizes import Sizes
 
 LLAMA, MIXTRAL, DEEPSEEK = preset("llama-3-8b"), preset("mixtral-8x7b"), preset("deepseek-v3")
 BF16 = Sizes(2)

@@ -108,8 +108,8 @@ def _channels(rank: int, world: int, job: Job, agree: bool) -> tuple[int, list[l
     found = []
     made = Quantised.products
 
-    def products(self: Quantised, *args: Any) -> QuantProducts:
-        one = made(self, *args)
+    def products(self: Quantised, *args: Any, **named: Any) -> QuantProducts:
+        one = made(self, *args, **named)
         if self.smooth:
             found.append(one.channels.tolist())
         return one

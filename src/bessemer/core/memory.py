@@ -46,8 +46,9 @@ from bessemer.core.rank_memory import (
 )
 from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
-from bessemer.core.saved import Sizes, layer_bytes, waiting_bytes
+from bessemer.core.saved import layer_bytes, waiting_bytes
 from bessemer.core.schedules import SCHEDULES, Action, check_shape, schedule_actions
+from bessemer.core.sizes import Sizes
 from bessemer.core.units import format_bytes
 
 __all__ = ["job_bytes", "memory_lines", "memory_problem", "most_held", "rank_lines"]
@@ -153,8 +154,9 @@ def _sharing(job: Job, spec: ModelSpec) -> Sharing:
 
 def _passing_lines(job: Job, spec: ModelSpec, rank: int, stages: Mapping[int, range]) -> dict[str, float]:
     layout, wide = job.layout, compute_bytes(job)
-    coded = RECIPES[job.precision.recipe].keeps_codes
-    sizes = Sizes.of(layout, wide, job.train.micro_batch, coded=coded)
+    how = RECIPES[job.precision.recipe]
+    narrow = how if job.precision.saved == "fp8" else None
+    sizes = Sizes.of(layout, wide, job.train.micro_batch, coded=how.keeps_codes, narrow=narrow)
     table = math.ceil(spec.vocab_size / layout.tp) * spec.hidden_size
     tokens = job.train.micro_batch * job.data.seq_len / layout.cp
     passing = Passing(

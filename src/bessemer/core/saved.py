@@ -16,57 +16,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from bessemer.core.counts import mean_keys
-from bessemer.core.layout import Layout
 from bessemer.core.model import ModelSpec
 from bessemer.core.recompute import parts_of_layer
+from bessemer.core.sizes import Sizes
 
-__all__ = ["Again", "Product", "Sizes", "again", "layer_bytes", "waiting_bytes"]
+__all__ = ["Again", "Product", "again", "kept_parts", "layer_bytes", "waiting_bytes"]
 
 _STREAM = 4
 """Bytes of an element of the residual stream, of statistics, scores and gates: float32 under every recipe."""
 _INDEX = 8
 """Bytes of an index: which expert, which row."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """By what a rank's share is smaller than the whole, and how wide an element of the compute type is.
-
-    sequence: ranks that share out the stream, tp under sequence parallelism.  rearranged: whether rows are put in
-    another order before a product that leaves tensor parallelism; those of one sequence in one piece aren't.
-    exchanged: whether tokens travel to their experts.  cp: ranks of context parallelism, of kind `cp_kind`.  coded:
-    whether projections keep their inputs quantised, a byte an element (experts, routers and small ones don't).
-    """
-
-    compute_bytes: int = 2
-    tp: int = 1
-    sequence: int = 1
-    etp: int = 1
-    rearranged: bool = False
-    exchanged: bool = False
-    cp: int = 1
-    cp_kind: str = "ring"
-    coded: bool = False
-
-    @classmethod
-    def of(cls, layout: Layout, compute_bytes: int, micro_batch: int = 2, *, coded: bool = False) -> Sizes:
-        divided = layout.sequence_parallel and layout.tp > 1
-        return cls(
-            compute_bytes,
-            layout.tp,
-            layout.tp if divided else 1,
-            layout.etp,
-            rearranged=divided and (micro_batch > 1 or layout.tp_chunks > 1),
-            exchanged=layout.ep * layout.etp > 1,
-            cp=layout.cp,
-            cp_kind=layout.cp_kind,
-            coded=coded,
-        )
-
-    @property
-    def divided(self) -> bool:
-        """Whether sequence parallelism shares out the stream."""
-        return self.sequence > 1
+_SWIGLU_BLOCK = 128
+"""Elements of SwiGLU's input, kept in a byte each, that share a scale of one byte."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +92,7 @@ class _Attention:
 
 def layer_bytes(spec: ModelSpec, layer: int, parts: Collection[str], at: Sizes) -> float:
     """Bytes a token that the block of `layer` keeps for its backward pass, its input among them."""
-    parts = parts_of_layer(spec, layer, parts)
+    parts = kept_parts(spec, layer, parts, at)
     hidden, c = spec.hidden_size / at.sequence, at.compute_bytes
     kept = _STREAM * hidden
     if "norm" not in parts:
@@ -141,16 +102,26 @@ def layer_bytes(spec: ModelSpec, layer: int, parts: Collection[str], at: Sizes) 
     kept += _attention_bytes(spec, parts, at)
     if spec.is_moe_layer(layer):
         return kept + _experts_bytes(spec, parts, at)
-    kept += _entering_bytes(spec.hidden_size, "up" in parts, parts, at)
+    kept += _entering_bytes((spec.hidden_size,), "up" in parts, parts, at)
     return kept + _feed_forward_bytes(spec, spec.ffn_size, parts, at)
 
 
-def _entering_bytes(width: float, again: bool, parts: frozenset[str], at: Sizes) -> float:
-    """Of what a norm returns for a projection that enters tensor parallelism, and the projection saves: what it has
-    gathered from all ranks, or what the norm returned. again: whether the projection is made again."""
+def kept_parts(spec: ModelSpec, layer: int, parts: Collection[str], at: Sizes) -> frozenset[str]:
+    """The parts of a layer that are made again if `parts` are wanted: SwiGLU too, where its input is kept narrow."""
+    always = ("activation",) if at.narrow is not None and spec.gated else ()
+    return parts_of_layer(spec, layer, {*parts, *always})
+
+
+def _entering_bytes(widths: tuple[float, ...], again: bool, parts: frozenset[str], at: Sizes) -> float:
+    """Of what norms return for projections that enter tensor parallelism, each of its own, and these save: what they
+    have gathered from all ranks, or what the norm returned. again: whether the projections are made again."""
+    width = sum(widths)
     if at.coded and not again:
         return width
-    if at.divided and not (again or "gather" in parts):
+    gathered = at.divided and not (again or "gather" in parts)
+    if at.codes and not again and (gathered or not (at.divided or "norm" in parts)):
+        return sum(map(at.code_bytes, widths))
+    if gathered:
         return at.compute_bytes * width
     return 0.0 if "norm" in parts else at.compute_bytes * width / at.sequence
 
@@ -167,24 +138,32 @@ def _attention_bytes(spec: ModelSpec, parts: frozenset[str], at: Sizes) -> float
         kept += c * a.values if core and not copied else 0.0
     else:
         packed = c * (a.queries + a.keys + a.values)
-        kept = _entering_bytes(spec.hidden_size, "qkv" in parts, parts, at)
+        kept = _entering_bytes((spec.hidden_size,), "qkv" in parts, parts, at)
         if "qkv" not in parts:
             apart = spec.qk_norm and "heads" not in parts  # from the packed projection, which is kept too
             kept += packed * (spec.qk_norm + (apart or not spec.qk_norm) * (not copied))
             kept += _STREAM * (a.queries + a.keys) / spec.head_dim if apart else 0.0
-    kept += _core_bytes(spec, a, at) if core else 0.0
+    rearranged = at.rearranged and "gather" not in parts
+    # codes, where attention doesn't keep the very tensor that the projection reads
+    codes = at.codes and a.padded and at.cp == 1 and "out" not in parts and (rearranged or not at.rearranged)
+    again = not (at.coded or codes or (rearranged and "out" not in parts))
+    kept += _core_bytes(spec, a, at, again=again) if core else 0.0
+    if "out" in parts:
+        return kept
     if at.coded:
-        return kept + (0.0 if "out" in parts else a.out)
-    rearranged = at.rearranged and not {"gather", "out"} & parts
+        return kept + a.out
+    if codes:
+        return kept + (at.code_bytes(a.out) if core or rearranged else 0.0)
     return kept + (c * a.out if rearranged else 0.0)
 
 
-def _core_bytes(spec: ModelSpec, a: _Attention, at: Sizes) -> float:
+def _core_bytes(spec: ModelSpec, a: _Attention, at: Sizes, *, again: bool) -> float:
     """What the attention core keeps beside its inputs: its result, in the width of keys and once more in that of
-    values where they differ, and the statistics of softmax; under context parallelism its inputs in pieces too."""
+    values where they differ, and the statistics of softmax; under context parallelism its inputs in pieces too.
+    again: the projection that leaves attention keeps the result as it came, no codes and no rearranged copy."""
     c, statistics = at.compute_bytes, _STREAM * a.heads
-    again = 0.0 if at.coded else c * a.out  # read by the projection that leaves attention
-    result = (c * a.queries + again if a.padded else c * a.out) + statistics
+    read = c * a.out * again
+    result = (c * a.queries + read if a.padded else c * a.out) + statistics
     if at.cp == 1:
         return result
     if at.cp_kind != "ulysses":  # values are not filled up
@@ -192,7 +171,7 @@ def _core_bytes(spec: ModelSpec, a: _Attention, at: Sizes) -> float:
     kv_heads = round(a.keys / spec.head_dim)
     repeats = at.cp // math.gcd(kv_heads, at.cp)
     inputs = c * (a.queries + repeats * (a.keys + a.values))
-    return inputs + result + (0.0 if a.padded else again)  # its result comes back to this rank's tokens
+    return inputs + result + (0.0 if a.padded else read)  # its result comes back to this rank's tokens
 
 
 def _latent_bytes(spec: ModelSpec, a: _Attention, parts: frozenset[str], at: Sizes) -> float:
@@ -213,15 +192,26 @@ def _latent_bytes(spec: ModelSpec, a: _Attention, parts: frozenset[str], at: Siz
     else:
         products = 0.0 if "qkv" in parts else a.latents + a.shared
     kept += c * products / at.sequence + (c * a.shared if "mla_up" in parts and at.divided else 0.0)
-    return kept + _entering_bytes(a.latents, "mla_up" in parts, parts, at)
+    latents = (mla.kv_lora_rank, *([mla.q_lora_rank] if mla.q_lora_rank else []))
+    return kept + _entering_bytes(latents, "mla_up" in parts, parts, at)
 
 
-def _feed_forward_bytes(spec: ModelSpec, width: int, parts: frozenset[str], at: Sizes) -> float:
-    kept = 0 if "up" in parts else (2 if spec.gated else 1)
+def _feed_forward_bytes(spec: ModelSpec, ffn_size: int, parts: frozenset[str], at: Sizes) -> float:
+    """Of the activation's input, and of its result, which the projection that leaves reads."""
+    width, c = ffn_size / at.tp, at.compute_bytes
+    if "up" in parts:
+        kept = 0.0
+    elif at.narrow is not None and spec.gated:
+        kept = 2 * width + math.ceil(2 * width / _SWIGLU_BLOCK)
+    else:
+        kept = c * width * (2 if spec.gated else 1)
     if at.coded:
-        return (at.compute_bytes * kept + 1) * width / at.tp
-    kept += 0 if "activation" in parts and ("gather" in parts or not at.rearranged) else 1
-    return at.compute_bytes * kept * width / at.tp
+        return kept + width
+    copied = at.rearranged and "gather" not in parts
+    if "activation" in parts and not copied:
+        return kept
+    codes = at.codes and (copied or not at.rearranged)
+    return kept + (at.code_bytes(width) if codes else c * width)
 
 
 def _experts_bytes(spec: ModelSpec, parts: frozenset[str], at: Sizes) -> float:
@@ -237,10 +227,24 @@ def _experts_bytes(spec: ModelSpec, parts: frozenset[str], at: Sizes) -> float:
         kept += (_STREAM + _INDEX) * chosen if "router" not in parts else 0
         return kept / at.tp + (0.0 if "norm" in parts else c * hidden / at.sequence)
     kept += 2 * _INDEX * chosen  # the order of rows, and its inverse
-    sent = 0 if "dispatch" in parts and not at.exchanged else hidden
-    inner = (0 if "up" in parts else 2) + (0 if "activation" in parts else 1)
-    kept += c * chosen * (sent * at.etp + inner * moe.expert_ffn_size + hidden)
+    kept += chosen * (at.etp * _rows_bytes(moe.expert_ffn_size / at.etp, hidden, parts, at) + c * hidden)
     return kept / at.tp + _shared_bytes(spec, parts, at)
+
+
+def _rows_bytes(width: float, hidden: float, parts: frozenset[str], at: Sizes) -> float:
+    """Of a row on one of the ranks of its expert: what gate and up read, what SwiGLU reads, and what down reads."""
+    c, again = at.compute_bytes, "dispatch" in parts and not at.exchanged
+    if "up" in parts:
+        kept = 0.0 if again else c * hidden
+    elif at.coded:
+        kept = hidden
+    else:
+        kept = 0.0 if again else at.code_bytes(hidden) if at.codes else c * hidden
+    if "up" not in parts:
+        kept += c * 2 * width if at.narrow is None else 2 * width + math.ceil(2 * width / _SWIGLU_BLOCK)
+    if at.coded:
+        return kept + width
+    return kept + (0.0 if "activation" in parts else c * width)
 
 
 def _shared_bytes(spec: ModelSpec, parts: frozenset[str], at: Sizes) -> float:
@@ -268,21 +272,26 @@ def waiting_bytes(spec: ModelSpec, layer: int, at: Sizes) -> float:
     a, mla, moe = _Attention.of(spec, at.tp), spec.mla, spec.moe
     hidden, c = spec.hidden_size, at.compute_bytes
     one = 1 if at.coded else c  # byte of an input or a gradient
+
+    def read(*widths: float) -> float:
+        """Of inputs that no other operator keeps."""
+        return sum(map(at.code_bytes, widths)) if at.codes else one * sum(widths)
+
     kept = one * (a.out + hidden)  # of the projection that leaves attention
     if mla is None:
-        kept += one * (hidden + a.queries + a.keys + a.values)
+        kept += read(hidden) + one * (a.queries + a.keys + a.values)
     else:
         heads = spec.num_heads * spec.head_dim / at.tp
         latent = mla.q_lora_rank or 0
         down = mla.kv_lora_rank + a.shared + latent
         inputs = 2 * hidden if at.coded and latent else hidden  # two projections read the same tensor
-        kept += one * ((inputs + down) / at.sequence + a.latents + a.expanded + heads)
+        kept += one * ((inputs + down) / at.sequence + a.expanded + heads) + read(mla.kv_lora_rank, latent)
         kept += one * hidden if not latent and (at.coded or at.divided) else 0.0  # query heads read a tensor apart
     ups = 2 if spec.gated else 1
     if moe is None or not spec.is_moe_layer(layer):
-        return kept + one * (2 * hidden + (ups + 1) * spec.ffn_size / at.tp)
+        return kept + read(hidden) + one * (hidden + (ups + 1) * spec.ffn_size / at.tp)
     kept += _STREAM * (hidden + moe.num_experts) / at.tp
-    kept += c * moe.top_k / at.tp * (2 * at.etp * hidden + 3 * moe.expert_ffn_size)
+    kept += moe.top_k / at.tp * (at.etp * (read(hidden) + one * hidden) + one * 3 * moe.expert_ffn_size)
     if moe.shared_ffn_size:
         kept += one * (2 * hidden + (ups + 1) * moe.shared_ffn_size / at.tp)
     return kept
@@ -290,7 +299,7 @@ def waiting_bytes(spec: ModelSpec, layer: int, at: Sizes) -> float:
 
 def again(spec: ModelSpec, layer: int, parts: Collection[str], at: Sizes, seq_len: int) -> Again:
     """What the backward pass of `layer` makes again: only parts that the layer has cost anything."""
-    parts = parts_of_layer(spec, layer, parts)
+    parts = kept_parts(spec, layer, parts, at)
     products = [p for p in _products(spec, layer, at) if p.part in parts]
     if "experts" in parts:  # which holds the others of its layer
         products = [p for p in products if p.part != "up"]

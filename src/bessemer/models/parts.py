@@ -18,6 +18,7 @@ from bessemer.models.quantised import Quantised
 from bessemer.models.saving import Saving
 from bessemer.models.split import Split
 from bessemer.ops.linear import How
+from bessemer.precision import kept_swiglu, swiglu_again
 
 __all__ = ["Attention", "Cache", "Compute", "FeedForward", "HeadNorm", "Norm", "Part", "Projection", "Visible"]
 
@@ -88,7 +89,14 @@ class Projection(nn.Module):
     def _how(self, x: Tensor) -> How:
         if self.quantised is None:
             return self.compute.dtype
-        return self.quantised.products(x, self.compute.dtype, self.compute.split)
+        return self.quantised.products(x, self.compute.dtype, self.compute.split, keeps=self._keeps(x))
+
+    def _keeps(self, x: Tensor) -> bool:
+        """Whether x, or the copy of it that the product reads, is kept for the product."""
+        tensor, saving = self.compute.split.tensor, self.compute.saving
+        rearranged = self.part == "rows" and (len(x) > 1 or tensor.chunks > 1)
+        copied = tensor.sequence_parallel and (self.part == "columns" or rearranged)
+        return not saving.again("gather") if copied else saving.keeps(x)
 
 
 class Norm(nn.Module):
@@ -171,5 +179,14 @@ class FeedForward(nn.Module):
         """[B, S, D] -> [B, S, D]; `visible` is what a mixture of experts needs in the same place."""
         part = self.compute.saving.part
         if self.activation == "swiglu":
-            return self.down(part("activation", ops.swiglu, part("up", self.gate_up, x_BSD)))
+            return self.down(self._swiglu(part("up", self.gate_up, x_BSD)))
         return self.down(part("activation", ops.gelu, part("up", self.up, x_BSD), self.activation == "gelu_tanh"))
+
+    def _swiglu(self, gate_up_BSF: Tensor) -> Tensor:
+        """Kept narrow where asked: then `down` gets its input made again from that, as from a part."""
+        saving, quantised = self.compute.saving, self.down.quantised
+        narrow = quantised is not None and quantised.narrow and not quantised.fallen
+        if not narrow or saving.again("up") or not torch.is_grad_enabled():
+            return saving.part("activation", ops.swiglu, gate_up_BSF)
+        made_BSF, codes, scale = kept_swiglu(gate_up_BSF)
+        return saving.made("activation", made_BSF, swiglu_again, codes, scale, made_BSF.dtype)

@@ -30,6 +30,16 @@ class Saving:
         del layer
         return nullcontext()
 
+    def again(self, name: str) -> bool:
+        """Whether the part is made again in the layer that runs. Inside of a part that is, none is by itself."""
+        del name
+        return False
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether a node that saves `tensor` adds to what is kept: it isn't had again from a part."""
+        del tensor
+        return True
+
     def part(self, name: str, run: Callable[..., T], *inputs: Any) -> T:
         """run(*inputs), a tensor or a tuple of them: the part `name`."""
         del name

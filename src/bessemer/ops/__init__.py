@@ -1,6 +1,6 @@
 """Operators: each has a reference in plain torch and, where it pays, a CPU kernel; the registry picks."""
 
-from bessemer.ops.activation import gelu, swiglu
+from bessemer.ops.activation import gelu, swiglu, swiglu_backward
 from bessemer.ops.attention import Heads, attend, attend_masked, first_keys, split_heads
 from bessemer.ops.attention_blocks import Block, attend_block, attend_block_backward, merge_blocks
 from bessemer.ops.cross_entropy import cross_entropy_rows, linear_cross_entropy
@@ -33,6 +33,7 @@ __all__ = [
     "put_off_weight_gradients",
     "split_heads",
     "swiglu",
+    "swiglu_backward",
     "use",
     "why_absent",
 ]

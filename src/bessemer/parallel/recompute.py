@@ -30,9 +30,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bessemer.core.job import Job
+from bessemer.core.saved import kept_parts
 from bessemer.models.decoder import Decoder
 from bessemer.models.saving import Saving
-from bessemer.parallel.recompute_budget import Applied, applied_recompute
+from bessemer.parallel.recompute_budget import Applied, applied_recompute, rank_sizes
 
 __all__ = ["Recomputing", "apply_recompute"]
 
@@ -181,6 +182,12 @@ class Recomputing(Saving):
         finally:
             self._active, self._outputs = frozenset(), {}
 
+    def again(self, name: str) -> bool:
+        return name in self._active
+
+    def keeps(self, tensor: Tensor) -> bool:
+        return not self._active or _storage(tensor) not in self._outputs  # a second run must get the first's answer
+
     def part(self, name: str, run: Callable[..., T], *inputs: Any) -> T:
         if name not in self._active:
             return run(*inputs)
@@ -248,6 +255,7 @@ def apply_recompute(module: Decoder, job: Job, rank: int = 0) -> Applied:
     applied = applied_recompute(job, module.spec, rank)
     if applied is None:
         raise ValueError(f"train.recompute_gb = {job.train.recompute_gb} is less than the inputs of the blocks take")
-    if any(applied.parts.values()):
-        module.saving = Recomputing(applied.parts)
+    parts = {layer: kept_parts(module.spec, layer, own, rank_sizes(job)) for layer, own in applied.parts.items()}
+    if any(parts.values()):
+        module.saving = Recomputing(parts)
     return applied

@@ -25,8 +25,9 @@ from bessemer.core.machine import Machine, Peaks, load_machine
 from bessemer.core.model import ModelSpec
 from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import PARTS, parts_of_layer, recompute
-from bessemer.core.saved import Product, Sizes, again, layer_bytes
+from bessemer.core.saved import Product, again, layer_bytes
 from bessemer.core.schedules import SCHEDULES, stages_of_rank
+from bessemer.core.sizes import Sizes
 from bessemer.core.stages import num_stages, stage_ranges
 from bessemer.core.units import counted, format_bytes, format_seconds
 from bessemer.plan.calibration import Constants, default_calibration, gpu_of
@@ -86,7 +87,8 @@ def rank_sizes(job: Job) -> Sizes:
     """What a rank of the job holds of a block."""
     how = RECIPES[job.precision.recipe]
     compute = 4 if how.compute == "fp32" else 2
-    return Sizes.of(job.layout, compute, job.train.micro_batch, coded=how.keeps_codes)
+    narrow = how if job.precision.saved == "fp8" else None
+    return Sizes.of(job.layout, compute, job.train.micro_batch, coded=how.keeps_codes, narrow=narrow)
 
 
 def layers_of_rank(job: Job, spec: ModelSpec, rank: int) -> tuple[int, ...]:

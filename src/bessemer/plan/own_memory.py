@@ -31,8 +31,9 @@ from bessemer.core.rank_memory import (
 )
 from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
-from bessemer.core.saved import Sizes, layer_bytes, waiting_bytes
+from bessemer.core.saved import layer_bytes, waiting_bytes
 from bessemer.core.schedules import SCHEDULES
+from bessemer.core.sizes import Sizes
 from bessemer.plan.memory import MEMORY_LINES, Memory
 from bessemer.plan.moments import Moment, moments_of
 from bessemer.plan.pipeline import spelled_stages

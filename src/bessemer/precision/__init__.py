@@ -3,6 +3,7 @@
 from bessemer.precision.casts import decode, encode, keyed_generator, pack, unpack
 from bessemer.precision.delayed import advance, reference_amax
 from bessemer.precision.formats import FORMATS, Format
+from bessemer.precision.kept import kept_swiglu, swiglu_again
 from bessemer.precision.linear import ROLES, Call, QuantLinear, quant_linear
 from bessemer.precision.numerics import INT8_WEIGHT, Numerics, Shape, numerics
 from bessemer.precision.product import multiply, promoted
@@ -28,6 +29,7 @@ __all__ = [
     "decode",
     "encode",
     "fold",
+    "kept_swiglu",
     "keyed_generator",
     "multiply",
     "numerics",
@@ -36,5 +38,6 @@ __all__ = [
     "quant_linear",
     "quantise",
     "reference_amax",
+    "swiglu_again",
     "unpack",
 ]

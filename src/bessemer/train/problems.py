@@ -13,8 +13,8 @@ from bessemer.core.model import ModelSpec
 from bessemer.core.problem import Problem, divisors_near, one_of
 from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import PARTS, parts_of_layer
-from bessemer.core.saved import Sizes
 from bessemer.core.schedules import SCHEDULES
+from bessemer.core.sizes import Sizes
 from bessemer.core.units import format_bytes
 from bessemer.parallel.recompute_budget import applied_recompute, layers_of_rank, least_bytes
 
