@@ -10,6 +10,9 @@ __all__ = ["VERBS"]
 VERBS: dict[str, str] = {
     "formats": "bessemer.api._lab_formats",
     "parity": "bessemer.api._lab_parity",
+    "precision": "bessemer.api._lab_precision",
+    "outliers": "bessemer.api._lab_outliers",
+    "scaling-law": "bessemer.api._lab_scaling",
 }
 """Verb -> the module that holds the function of that name (with _ for -), in the order in which help lists them."""
 
