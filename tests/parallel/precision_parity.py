@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,13 @@ import numpy as np
 import torch
 from parallel.parity import first_gradients, plain, whole
 from ranks import run_ranks
+from router_margin import smallest_margin
 from train.toy import MODELS, run_steps, toy_job, toy_parts
 
 from bessemer.core.job import Job
 from bessemer.models.canonical import held
 from bessemer.models.quantise import histories
+from bessemer.models.quantised import QuantisedExperts
 from bessemer.train.state import state_slices
 
 STEPS = 3
@@ -32,6 +35,7 @@ Sabotage = Callable[[], None]
 FAMILIES = {
     "llama": MODELS["llama"] | {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False},
     "deepseek_v3": MODELS["deepseek_v3"],
+    "mixtral": MODELS["mixtral"] | {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False},
 }
 COLUMNS = (".q.weight", ".k.weight", ".v.weight", ".gate.weight", ".up.weight")
 ROWS = (".o.weight", ".down.weight")
@@ -59,7 +63,6 @@ class Case:
 
 def record(rank: int, world: int, case: Case) -> dict[str, Any]:
     """What a rank has after some steps, and the first step's gradients; sums in float32."""
-    del world
     if case.sabotage is not None:
         case.sabotage()
     parts = toy_parts(case.job, rank)
@@ -67,8 +70,12 @@ def record(rank: int, world: int, case: Case) -> dict[str, Any]:
     if case.uneven:
         _make_uneven(parts.module)
     first = first_gradients(parts)
-    results = list(run_steps(parts, 0, case.steps))
+    scales = _scales_of_experts(parts.module)
+    with smallest_margin(parts.module) if world == 1 else nullcontext([]) as margins:
+        results = list(run_steps(parts, 0, case.steps))
     return {
+        "scales": scales,
+        "margin": min(margins, default=1.0),
         "losses": [r.loss for r in results],
         "gradients": first[0],
         "state": plain(state_slices(parts.module, parts.optimizer)),
@@ -76,15 +83,50 @@ def record(rank: int, world: int, case: Case) -> dict[str, Any]:
     }
 
 
+def _scales_of_experts(module: Any) -> dict[tuple[str, int], list[list[np.ndarray]]]:
+    """Fills up as the model runs: by stacked tensor and number of the expert in the layer, what each call scaled by, in
+    the order of calls: x and the weight, then the gradient."""
+    found: dict[tuple[str, int], list[list[np.ndarray]]] = {}
+
+    def watched(held: QuantisedExperts) -> None:
+        make = held.products
+
+        def products(x: Any, counts: Any, dtype: Any, split: Any, **more: Any) -> Any:
+            made = make(x, counts, dtype, split, **more)
+            if made is None:
+                return made
+            agreed, first = made._agreed, split.experts.rank * len(counts)
+
+            def noted(roles: Any, own: Any) -> Any:
+                amaxes = agreed(roles, own)
+                for place, name in enumerate(held.names):
+                    mine = [a for (role, at), a in zip(roles, amaxes, strict=True) if at == place or role == "x"]
+                    for expert in range(len(counts)):
+                        values = [a[expert].clone().numpy() for a in mine]
+                        found.setdefault((name, first + expert), []).append(values)
+                return amaxes
+
+            made._agreed = noted
+            return made
+
+        held.products = products  # type: ignore[method-assign]
+
+    for part in module.modules():
+        if isinstance(part, QuantisedExperts):
+            watched(part)
+    return found
+
+
 @torch.no_grad()
 def _make_uneven(module: Any) -> None:
     for block in held(module):
         name, shape = block.piece.name, block.piece.shape
         if name.startswith("layers.") and name.endswith(COLUMNS + ROWS):
-            dim = int(name.endswith(ROWS))
+            rows = name.endswith(ROWS)
+            dim = len(shape) - (1 if rows else 2)  # of stacked experts too
             place = torch.arange(block.tensor.shape[dim]) + block.offset[dim]
             factor = torch.where(place < shape[dim] // 2, 1.0, 2.0**-14)
-            block.tensor.mul_(factor if dim else factor[:, None])
+            block.tensor.mul_(factor if rows else factor[:, None])
 
 
 @functools.lru_cache
