@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bessemer.precision.casts import decode
 from bessemer.precision.numerics import numerics
 from bessemer.precision.product import multiply
+from bessemer.precision.products import QuantProducts
 from bessemer.precision.scaled import quantise
 from bessemer.precision.smooth import channel_scales
 
@@ -54,9 +56,10 @@ def down_errors(h_TF: Tensor, down_DF: Tensor) -> dict[str, float]:
     weight = quantise(down_DF, recipe.weight)
     stale = quantise(low_h, recipe.x, past=low_h.abs().amax().float() / 8)
     found["stale"] = relative_error(multiply(stale, weight), want)
-    scales = channel_scales(low_h)
-    smooth_h = quantise(low_h / scales.bfloat16(), recipe.x)
-    found["smooth"] = relative_error(multiply(smooth_h, quantise(down_DF * scales, recipe.weight)), want)
-    for key, q in (("zeros", quantise(low_h, recipe.x)), ("smooth-zeros", smooth_h)):
-        found[key] = float((q.dequantise() == 0).float().mean())
+    smooth, (codes, *_) = QuantProducts(recipe, torch.bfloat16, channels=channel_scales(low_h)).output(
+        low_h, down_DF, None
+    )
+    found["smooth"] = relative_error(smooth, want)
+    for key, read in (("zeros", quantise(low_h, recipe.x).codes), ("smooth-zeros", codes)):
+        found[key] = float((decode(read, recipe.x.format) == 0).float().mean())
     return found

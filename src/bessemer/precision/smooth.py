@@ -35,6 +35,7 @@ def channel_scales(h_TF: Tensor, agree: Callable[[Tensor], Tensor] | None = None
 
 
 def fold(up_FD: Tensor, down_DF: Tensor, scales_F: Tensor) -> tuple[Tensor, Tensor]:
-    """(up with row i / s_i, down with column i * s_i), new tensors: the model computes the same values bit for bit as
-    long as nothing leaves the range of its type, since s are powers of two and silu(gate) isn't touched."""
-    return up_FD / scales_F.to(up_FD.dtype)[:, None], down_DF * scales_F.to(down_DF.dtype)
+    """(up with row i / s_i, down with column i * s_i), new tensors, also of stacked experts: the model computes the
+    same values bit for bit as long as nothing leaves the range of its type, since s are powers of two and silu(gate)
+    isn't touched."""
+    return up_FD / scales_F.to(up_FD.dtype)[..., None], down_DF * scales_F.to(down_DF.dtype)[..., None, :]
