@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bessemer import ops
 from bessemer.core.model import ModelSpec
-from bessemer.models.parts import Compute, FeedForward, Projection, Visible
+from bessemer.models.parts import Compute, FeedForward, Projection, Visible, swiglu_part
 from bessemer.models.quantised import QuantisedExperts
 from bessemer.models.router import Router
 from bessemer.ops.grouped import GroupedProducts
@@ -51,8 +51,8 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, counts_X: Tensor) -> Tensor:
         """Rows sorted by expert, counts_X of each -> as many rows, in the compute type."""
         x_TD = x_TD.to(self.compute.dtype)
-        part = self.compute.saving.part
-        made_TF = part("activation", ops.swiglu, part("up", self._gate_up, x_TD, counts_X))
+        saving = self.compute.saving
+        made_TF = swiglu_part(saving, saving.part("up", self._gate_up, x_TD, counts_X), self.quantised_down)
         how = self._how(self.quantised_down, made_TF, counts_X)
         return ops.grouped_linear(made_TF, self.down.weight, counts_X, how)
 
@@ -63,7 +63,8 @@ class Experts(nn.Module):
     def _how(self, quantised: QuantisedExperts | None, x_TI: Tensor, counts_X: Tensor) -> GroupedProducts | None:
         if quantised is None:
             return None
-        return quantised.products(x_TI, counts_X, self.compute.dtype, self.compute.split)
+        keeps = self.compute.saving.keeps(x_TI)
+        return quantised.products(x_TI, counts_X, self.compute.dtype, self.compute.split, keeps=keeps)
 
 
 class MixtureOfExperts(nn.Module):

@@ -14,13 +14,24 @@ from torch import Tensor, nn
 
 from bessemer import ops
 from bessemer.core.model import ModelSpec
-from bessemer.models.quantised import Quantised
+from bessemer.models.quantised import Quantised, QuantisedExperts
 from bessemer.models.saving import Saving
 from bessemer.models.split import Split
 from bessemer.ops.linear import How
 from bessemer.precision import kept_swiglu, swiglu_again
 
-__all__ = ["Attention", "Cache", "Compute", "FeedForward", "HeadNorm", "Norm", "Part", "Projection", "Visible"]
+__all__ = [
+    "Attention",
+    "Cache",
+    "Compute",
+    "FeedForward",
+    "HeadNorm",
+    "Norm",
+    "Part",
+    "Projection",
+    "Visible",
+    "swiglu_part",
+]
 
 
 class Cache(Protocol):
@@ -179,14 +190,16 @@ class FeedForward(nn.Module):
         """[B, S, D] -> [B, S, D]; `visible` is what a mixture of experts needs in the same place."""
         part = self.compute.saving.part
         if self.activation == "swiglu":
-            return self.down(self._swiglu(part("up", self.gate_up, x_BSD)))
+            made_BSF = swiglu_part(self.compute.saving, part("up", self.gate_up, x_BSD), self.down.quantised)
+            return self.down(made_BSF)
         return self.down(part("activation", ops.gelu, part("up", self.up, x_BSD), self.activation == "gelu_tanh"))
 
-    def _swiglu(self, gate_up_BSF: Tensor) -> Tensor:
-        """Kept narrow where asked: then `down` gets its input made again from that, as from a part."""
-        saving, quantised = self.compute.saving, self.down.quantised
-        narrow = quantised is not None and quantised.narrow and not quantised.fallen
-        if not narrow or saving.again("up") or not torch.is_grad_enabled():
-            return saving.part("activation", ops.swiglu, gate_up_BSF)
-        made_BSF, codes, scale = kept_swiglu(gate_up_BSF)
-        return saving.made("activation", made_BSF, swiglu_again, codes, scale, made_BSF.dtype)
+
+def swiglu_part(saving: Saving, gate_up: Tensor, down: Quantised | QuantisedExperts | None) -> Tensor:
+    """silu(gate) * up [..., F] of [..., 2F]. Kept narrow where the projection behind it asks: then that gets its input
+    made again from what is kept, as from a part."""
+    narrow = down is not None and down.narrow and not down.fallen
+    if not narrow or saving.again("up") or not torch.is_grad_enabled():
+        return saving.part("activation", ops.swiglu, gate_up)
+    made, codes, scale = kept_swiglu(gate_up)
+    return saving.made("activation", made, swiglu_again, codes, scale, made.dtype)

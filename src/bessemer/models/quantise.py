@@ -125,9 +125,12 @@ def _quantise_experts(module: Experts, how: Quantising, names: dict[str, str]) -
     experts = module.gate.weight.shape[0] * module.compute.split.experts.degree
     device = module.gate.weight.device
     if "gate" in names:
-        module.quantised_up = QuantisedExperts(how.numerics, (names["gate"], names["up"]), experts, device)
+        both = names["gate"], names["up"]
+        module.quantised_up = QuantisedExperts(how.numerics, both, experts, device, narrow=how.narrow)
     if "down" in names:
-        module.quantised_down = QuantisedExperts(how.numerics, (names["down"],), experts, device, smooth=how.smooth)
+        module.quantised_down = QuantisedExperts(
+            how.numerics, (names["down"],), experts, device, smooth=how.smooth, narrow=how.narrow
+        )
 
 
 def _read_elsewhere(model: Decoder, local: str) -> bool:

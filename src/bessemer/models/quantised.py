@@ -120,7 +120,7 @@ class QuantisedExperts(nn.Module):
     """Makes the products of weights of all experts of a layer that read the same rows, and keeps the states of delayed
     recipes (others have none), of each expert its own.
 
-    names: of the stacked logical tensors; smooth: as of `Quantised`, with channels of each expert.
+    names: of the stacked logical tensors; smooth, narrow: as of `Quantised`, with channels of each expert.
     Buffers: `history` float32 [P, X, 3, H], the newest first, of all experts of the layer on every rank that holds some
     of them: so all of them know alike whether any is still without a history, and ask each other or don't. `seen`
     float32 [P, X, 3], the amaxes of the step so far, 0 of experts that live elsewhere.
@@ -130,10 +130,18 @@ class QuantisedExperts(nn.Module):
     seen: Tensor
 
     def __init__(
-        self, numerics: Numerics, names: tuple[str, ...], experts: int, device: torch.device, *, smooth: bool = False
+        self,
+        numerics: Numerics,
+        names: tuple[str, ...],
+        experts: int,
+        device: torch.device,
+        *,
+        smooth: bool = False,
+        narrow: bool = False,
     ) -> None:
         super().__init__()
-        self.numerics, self.names, self.smooth = numerics, names, smooth
+        self.numerics, self.names, self.smooth, self.narrow = numerics, names, smooth, narrow
+        self.fallen = False
         self.past: Tensor | None = None
         self.known = False
         self.key: tuple[int, ...] = ()
@@ -158,7 +166,9 @@ class QuantisedExperts(nn.Module):
         moved = advance(self.history.flatten(0, 2), seen.flatten()).view_as(self.history)
         self.history.copy_(torch.where(seen.unsqueeze(-1) == 0, self.history, moved))
 
-    def products(self, x_TI: Tensor, counts_X: Tensor, dtype: torch.dtype, split: Split) -> QuantGrouped:
+    def products(
+        self, x_TI: Tensor, counts_X: Tensor, dtype: torch.dtype, split: Split, *, keeps: bool = True
+    ) -> QuantGrouped:
         """Of one call; see `Quantised.products`."""
         ranks, graded = split.experts, torch.is_grad_enabled()
         own = slice(ranks.rank * counts_X.shape[0], (ranks.rank + 1) * counts_X.shape[0])
@@ -175,4 +185,5 @@ class QuantisedExperts(nn.Module):
             generator=generator,
             reduce=ranks.largest if ranks.shares else None,
             channels=run_channels(x_TI, counts_X, partial(ranks.largest, divided=True)) if self.smooth else None,
+            coded=self.narrow and keeps and self.numerics.x.format.bits == 8,
         )
