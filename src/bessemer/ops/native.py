@@ -49,6 +49,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "swiglu_backward": (_P, _P, _P, _I, _L, _I, _I),
     "cross_entropy": (_P, _I, _P, _P, _P, _L, _I, _I, _I),
     "attend": (_P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I),
+    "tile_amax": (_P, _I, _P, _L, _L, _L, _L, _I),
+    "encode_tiles": (_P, _I, _P, _P, _P, _I, _L, _L, _L, _L, _I),
+    "decode_tiles": (_P, _P, _P, _I, _L, _L, _L, _L, _I),
     "attend_backward": (_P, _P, _P, _P, _P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I),
 }
 

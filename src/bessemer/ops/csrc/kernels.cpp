@@ -3,4 +3,6 @@
 
 #include "pointwise.cpp"
 
+#include "narrow.cpp"
+
 #include "attention.cpp"
