@@ -27,7 +27,7 @@ __all__ = ["DELTA", "LEVEL", "SPREAD", "Estimate", "Fit", "fit"]
 DELTA = 1e-2
 LEVEL = 0.9
 """Confidence of the intervals."""
-SPREAD = 5.0
+SPREAD = 3.0
 """An interval whose ends are further apart than by this factor doesn't determine a positive constant."""
 
 _STEPS = 300

@@ -119,7 +119,8 @@ def _agreement(f: Fit) -> str:
 
 
 def _best(found: ScalingLaw) -> str:
-    bits = np.linspace(2, 16, 113)
+    least = min(_bits(r) for r in found.records)
+    bits = np.linspace(least, 16, 10 * (16 - least) + 1)
     series = []
     for colour, (name, f) in enumerate(found.fits.items()):
         middle, low, high = f.curve(bits.tolist())
@@ -133,10 +134,10 @@ def _best(found: ScalingLaw) -> str:
         best = f.optimum
         shown = f"not determined: {best.why}" if best.why else f"{best.value:.2f} bits"
         texts.append(f"<p>Law '{escape(name)}': {escape(shown)}, interval {best.low:.2f} to {best.high:.2f} bits.</p>")
-    labels = [(float(b), f"{b}") for b in range(2, 17, 2)]
+    labels = [(float(b), f"{b} bits") for b in range(least, 17)]
     note = f'<p class="note">The least loss at N D P = {found.cost:.3g}, N and D free; outer lines: {LEVEL:.0%} of the '
     note += f"bootstrap. {escape(COST_MODEL)}</p>"
-    return _plot(series, "loss over bits, nats a byte", labels) + "".join(texts) + note if series else note
+    return _plot(series, "loss, nats a byte", labels) + "".join(texts) + note if series else note
 
 
 def _points(found: ScalingLaw) -> str:
