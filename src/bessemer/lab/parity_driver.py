@@ -34,7 +34,7 @@ def train_all(runs: Sequence[LabRun], jobs_folder: Path, progress: Progress, tra
     for number, run in enumerate(runs, 1):
         name = run.job.run.name
         if run.finished:
-            progress.reused(number, run)
+            progress.reused(number, run, run.seconds())
             continue
         job_file = jobs_folder / f"{name}.toml"
         write_atomically(job_file, dump_job(run.job))
@@ -51,7 +51,7 @@ def train_all(runs: Sequence[LabRun], jobs_folder: Path, progress: Progress, tra
                 code="lab-run-failed",
                 fix=f"bessemer train {job_file}   shows why and goes on; the same lab command then goes on behind it",
             )
-        progress.end(run)
+        progress.end(run, run.seconds())
 
 
 def train_child(run: LabRun, job_file: Path, tell: Callable[[dict[str, Any] | None], None]) -> int:

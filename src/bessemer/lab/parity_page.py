@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-
 from bessemer import __version__
 from bessemer.keep.records import write_atomically
 from bessemer.lab.parity import QUANTITIES, Curves, Parity
 from bessemer.lab.parity_jobs import REFERENCE
-from bessemer.lab.plots import PLOT_STYLE, Line, Points, line_plot, points_plot, standalone
+from bessemer.lab.plots import PLOT_STYLE, Line, Points, difference_plot, line_plot, points_plot, standalone
 from bessemer.lab.statistics import LEVEL
 from bessemer.plan.charts import escape
 from bessemer.plan.page import PAGE, SCRIPT, STYLE
@@ -37,20 +35,10 @@ def parity_plots(found: Parity, curves: Curves) -> dict[str, str]:
     """By name: "loss", "difference" and "paired-val", "paired-train"."""
     colours = {name: i for i, name in enumerate(found.losses)}
     x = [float(step) for step in curves.steps]
-    reference = curves.losses[REFERENCE]
-    noise = [float(v) for v in reference.std(axis=0, ddof=1)]
-    means = {name: Line(y=[float(v) for v in y.mean(axis=0)]) for name, y in curves.losses.items()}
-    apart = {name: y - reference for name, y in curves.losses.items() if name != REFERENCE}
-    differences = {name: Line(y=_floats(d.mean(axis=0)), thin=[_floats(row) for row in d]) for name, d in apart.items()}
+    means = {name: Line(y=y.mean(axis=0).tolist()) for name, y in curves.losses.items()}
     plots = {
         "loss": line_plot(x, means, names=("step", "training loss, nats a token, mean of seeds"), colours=colours),
-        "difference": line_plot(
-            x,
-            differences,
-            names=("step", f"training loss - {REFERENCE} of the same seed, nats a token"),
-            colours=colours,
-            band=(noise, NOISE),
-        ),
+        "difference": difference_plot(x, curves.losses, REFERENCE),
     }
     for name, quantity in (("paired-val", "val_loss"), ("paired-train", "train_loss")):
         compared = {recipe: by[quantity] for recipe, by in found.comparisons.items()}
@@ -58,10 +46,6 @@ def parity_plots(found: Parity, curves: Curves) -> dict[str, str]:
         words = f"{QUANTITIES[quantity]} - {REFERENCE} of the same seed, nats a token"
         plots[name] = points_plot(groups, name=words, colours=colours, band=(found.noise(quantity), NOISE))
     return plots
-
-
-def _floats(values: np.ndarray) -> list[float]:
-    return [float(v) for v in values]
 
 
 def report_html(found: Parity, curves: Curves) -> str:

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bessemer.plan.charts import WIDTH, axis_text, escape, ticks
 from bessemer.plan.page import STYLE
 
-__all__ = ["PLOT_STYLE", "Line", "Points", "line_plot", "points_plot", "standalone"]
+__all__ = ["PLOT_STYLE", "Line", "Points", "difference_plot", "line_plot", "points_plot", "standalone"]
 
 HEIGHT = 300
 LEFT, TOP, BOTTOM, RIGHT = 78, 26, 38, 12
@@ -89,6 +92,19 @@ def line_plot(
     marks.append(axis_text(WIDTH - RIGHT, HEIGHT - 4, "end", escape(names[0])))
     keys = {name: f"c{_colour(colours, name)}" for name in lines} | ({band[1]: "band"} if band is not None else {})
     return _picture(marks, keys, f"{names[1]} over {names[0]}")
+
+
+def difference_plot(steps: Sequence[float], losses: Mapping[str, NDArray[np.float64]], base: str) -> str:
+    """Losses less those of `base` with the same seed, over the steps: a line for the mean of each and thin ones for
+    its seeds. losses: by name [seeds, points]. The band is the standard deviation of `base` between seeds."""
+    apart = {name: y - losses[base] for name, y in losses.items() if name != base}
+    return line_plot(
+        steps,
+        {name: Line(y=d.mean(axis=0).tolist(), thin=d.tolist()) for name, d in apart.items()},
+        names=("step", f"training loss - {base} of the same seed, nats a token"),
+        colours={name: i for i, name in enumerate(losses)},
+        band=(losses[base].std(axis=0, ddof=1).tolist(), f"seed noise of {base}"),
+    )
 
 
 def points_plot(

@@ -27,10 +27,6 @@ class Run(Protocol):
     @property
     def steps(self) -> int: ...
 
-    def seconds(self) -> float:
-        """What its steps took; asked of finished runs."""
-        ...
-
 
 class Progress:
     """Prints to standard error, so that a result as JSON on standard output stays whole."""
@@ -43,8 +39,9 @@ class Progress:
         self._said = 0.0
         self._took_s: dict[str, float] = {}
 
-    def reused(self, number: int, run: Run) -> None:
-        self._took_s[run.kind] = run.seconds()
+    def reused(self, number: int, run: Run, took_s: float) -> None:
+        """A run that was finished before; its steps took `took_s` seconds."""
+        self._took_s[run.kind] = took_s
         self._line(f"{self._head(number, run)}  is there already")
 
     def begin(self, number: int, run: Run) -> None:
@@ -61,7 +58,7 @@ class Progress:
             self._first = (step, now)
         first, start = self._first
         moving = self._stream.isatty()
-        if step == first or not (moving or now - self._said >= SAY_EVERY_S):
+        if step in (first, run.steps) or not (moving or now - self._said >= SAY_EVERY_S):
             return
         self._said = now
         pace_s = (now - start) / (step - first)
@@ -77,9 +74,9 @@ class Progress:
         else:
             self._line(text)
 
-    def end(self, run: Run) -> None:
-        self._took_s[run.kind] = run.seconds()
-        self._line(f"{self._head(self._number, run)}  done, {format_seconds(run.seconds())} of steps")
+    def end(self, run: Run, took_s: float) -> None:
+        self._took_s[run.kind] = took_s
+        self._line(f"{self._head(self._number, run)}  done, {format_seconds(took_s)} of steps")
 
     def _head(self, number: int, run: Run) -> str:
         return f"run {number}/{len(self._runs)}  {run.title}"
