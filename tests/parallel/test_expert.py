@@ -117,10 +117,11 @@ class _Waiting:
         self.work.wait()
 
 
-def split_of(rank: int, layout: tuple[int, int]) -> ExpertParallel:
+def split_of(rank: int, layout: tuple[int, int], *, coded: bool = False) -> ExpertParallel:
     degree, width = layout
     at = {"degree": degree, "rank": rank // width, "width_degree": width, "width_rank": rank % width}
-    return ExpertParallel(dist.group.WORLD, **at, sequence_group=dist.group.WORLD, token_ranks=degree * width)
+    ranks = {"sequence_group": dist.group.WORLD, "token_ranks": degree * width}
+    return ExpertParallel(dist.group.WORLD, **at, **ranks, coded=coded)
 
 
 def events_of(layer: Layer, rank: int) -> dict[str, Any]:
@@ -243,8 +244,10 @@ def put_together(layout: tuple[int, int], parts: list[Found]) -> Found:
 
 def deviation(layout: tuple[int, int], what: str, case: str) -> float:
     """The largest difference over the promise, 1.0 being exactly at it."""
-    expected = one_process(layout[0] * layout[1], case)
-    found = put_together(layout, [part[what] for part in results(layout)])
+    return excess(one_process(layout[0] * layout[1], case), put_together(layout, [p[what] for p in results(layout)]))
+
+
+def excess(expected: Found, found: Found) -> float:
     norm = np.sqrt(sum(float((v.astype(np.float64) ** 2).sum()) for k, v in expected.items() if k != "out"))
     worst = 0.0
     for name, value in expected.items():

@@ -72,6 +72,7 @@ EVEN: dict[str, Job] = {
     "qwen3 dp2 full fp8-current gathers fp8": bf16(job_of("qwen3", dp=2, **FULL), "fp8-current", gather="fp8"),
     "dp2 optimizer fp8-delayed gathers fp8": bf16(job_of(dp=2, dp_shard="optimizer"), "fp8-delayed", gather="fp8"),
     "dp2 full fp8-delayed gathers fp8, second step": bf16(job_of(dp=2, **FULL), "fp8-delayed", gather="fp8"),
+    "mixtral dp2 full fp8-delayed gathers fp8": bf16(job_of("mixtral", dp=2, **FULL), "fp8-delayed", gather="fp8"),
     "dp2 full mxfp8 gathers bf16": bf16(job_of(dp=2, **FULL), "mxfp8", gather="bf16"),
     "cp2 gradient fp8-current gathers fp8": bf16(job_of(cp=2, dp_shard="gradient"), "fp8-current", gather="fp8"),
     "tp2 fp8-current smooth": bf16(job_of(tp=2), "fp8-current", smooth=True),
@@ -183,6 +184,12 @@ def test_what_the_formulas_leave_out_is_refused(train: dict[str, str]) -> None:
     job = job.model_copy(update={"train": job.train.model_copy(update=train)})
     with pytest.raises(ValueError, match=next(iter(train))):
         traffic(resolve_model(job.model), job)
+
+
+def test_amaxes_that_the_formulas_leave_out_are_refused() -> None:
+    for job, what in ((job_of("mixtral", dp=2, ep=2), "share experts"), (job_of(tp=2, tp_chunks=2), "tp_chunks")):
+        with pytest.raises(ValueError, match=what):
+            traffic(resolve_model(job.model), bf16(job, "fp8-current"))
 
 
 def test_a_large_job_sends_what_it_receives() -> None:

@@ -7,8 +7,8 @@ The masters stay float32 and sharded, and so is what is gathered float32 in memo
     odd       bfloat16 rounded to odd (`wire.to_odd`), of weights that a recipe quantises (`gather = "bf16"`): the same
               codes, scales and step, bit for bit, since every scale is a power of two.
     tensor    e4m3 under the scale of the recipe, one for each logical tensor that the weight packs (for each expert),
-              on which all ranks that hold a part of it agree. Quantising what arrives gives the same numbers again: they
-              are on the grid of this scale, and of half of it. The same step, bit for bit.
+              on which all ranks that hold a part of it agree. Quantising what arrives gives the same numbers again,
+              which are on the grid of this scale and of half of it: the same step, bit for bit.
     blocks    e4m3 with a scale for each 128 inputs (the recipe's own block, if smaller), where the recipe's scales are
               finer than a tensor's. Where the recipe's own block is 1 x 32 the forward product is the same bit for bit.
               A recipe's other tiles (rows, squares, blocks along the outputs) round the same numbers once more, which

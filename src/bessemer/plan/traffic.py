@@ -30,7 +30,7 @@ float32. All is of a micro-batch, and of a layer that has the part, unless it sa
 
 Exact on every rank, but where ranks take uneven parts: of the rows that experts get, and of gradients of weights that
 FSDP cuts unevenly, it is the mean, exact in the sum over ranks. What is made again in the backward pass, Muon's whole
-matrices and amaxes of pieces (tp_chunks) and of channels (smooth, cp) are left out.
+matrices, and amaxes of pieces (tp_chunks), of channels (smooth, cp) and of experts that ranks share are left out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def traffic(
     `bessemer.models.quantise.why_kept` says. With delayed scaling histories are taken to be known after the first step.
     ValueError for a job with exchanges that the formulas leave out.
     """
-    left_out = _left_out(job)
+    left_out = _left_out(job, spec.moe is not None)
     if left_out:
         raise ValueError(f"there is no closed form of what {left_out} exchanges")
     at = _Rank(spec, job, rank, step, frozenset(kept))
@@ -92,14 +92,17 @@ def traffic(
     return {group: dict(operations) for group, operations in found.items()}
 
 
-def _left_out(job: Job) -> str:
+def _left_out(job: Job, experts: bool) -> str:
     if job.train.recompute != "none":
         return f'train.recompute = "{job.train.recompute}"'
     if job.train.optimizer != "adamw":
         return f'train.optimizer = "{job.train.optimizer}"'
-    if RECIPES[job.precision.recipe].keeps_codes and job.layout.tp_chunks > 1:
-        return f"a scale for each piece of layout.tp_chunks = {job.layout.tp_chunks}"
-    return "precision.smooth with cp" if job.precision.smooth and job.layout.cp > 1 else ""
+    layout, whole = job.layout, RECIPES[job.precision.recipe].keeps_codes
+    if whole and layout.tp_chunks > 1:
+        return f"a scale for each piece of layout.tp_chunks = {layout.tp_chunks}"
+    if experts and (whole or job.precision.smooth) and layout.cp * layout.tp * layout.ep * layout.etp > 1:
+        return "the agreement of ranks that share experts on scales"
+    return "precision.smooth with cp" if job.precision.smooth and layout.cp > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class _Rank:
     def quantised(self, p: Parameter) -> bool:
         """Whether the recipe quantises what reads this weight."""
         path = p.name.split(".")
-        if path[0] not in ("blocks", "mtp") or len(p.shape) != 2 or "router" in path or "join" in path:
+        if path[0] not in ("blocks", "mtp") or len(p.shape) == 1 or "router" in path or "join" in path:
             return False
         layer = int(path[1]) + (self.spec.num_layers if path[0] == "mtp" else 0)
         local = ".".join(path[3 if path[0] == "mtp" else 2 : -1])
@@ -308,7 +311,7 @@ def _sharded(at: _Rank, own: list[Parameter], group: str) -> Iterator[Entry]:
         passes = 2 * at.num_micro * (1 if inside else len(at.stages)) if kind == "full" else 1
         yield group, "all_gather", passes * _gathered(at, p, ranks)
         if job.precision.gather == "fp8" and at.agrees(p) and not at.smooth(p):
-            for sharing in (group, "tensor"):
+            for sharing in (group,) if p.kind == "expert" else (group, "tensor"):
                 yield sharing, "all_reduce", passes * WIDE * _logical_tensors(p)
         if p.kind != "untrained":
             yield group, "reduce_scatter", scatters * size
@@ -326,7 +329,7 @@ def _gathered(at: _Rank, p: Parameter, ranks: int) -> int:
     elif gather == "bf16" or not at.quantised(p) or at.smooth(p):
         share *= 2
     elif RECIPES[at.job.precision.recipe].scale_block:
-        share = share // p.row_elements * coded_row_bytes(p.row_elements, _wire_block(at.job))
+        share = share // p.shape[-1] * coded_row_bytes(p.shape[-1], _wire_block(at.job))
     return ranks * int(packed_bytes(share))
 
 
@@ -336,7 +339,9 @@ def _wire_block(job: Job) -> int:
 
 
 def _logical_tensors(p: Parameter) -> int:
-    """That a weight packs."""
+    """That a weight packs; each expert of a stack is one."""
+    if p.kind == "expert":
+        return p.shape[0]
     return {"qkv": 3, "gate_up": 2}.get(p.name.split(".")[-2], 1)
 
 
@@ -364,7 +369,7 @@ def _partial_gradients(at: _Rank) -> Iterator[Entry]:
 def _amaxes(at: _Rank) -> Iterator[Entry]:
     """Of a projection's input and weights in the forward pass, of its gradients in the backward pass."""
     for p in at.parameters:
-        if at.agrees(p):
+        if at.agrees(p) and p.kind != "expert":
             yield "sequence", "all_reduce", at.num_micro * WIDE * (1 + 2 * _logical_tensors(p))
 
 
