@@ -119,6 +119,15 @@ def test_it_is_done_again_if_they_cannot(how: str) -> None:
     assert _kinds(m.decide(force=how == "force")) == {(0, "epoch"), (2, "epoch")} and m.step == 0
 
 
+def test_a_sum_that_failed_without_a_loss_is_tried_again_in_a_new_epoch() -> None:
+    m = _begun()
+    shares, epoch = m.shares, m.epoch
+    m.renew(epoch)
+    assert _kinds(m.decide()) == {(n, "epoch") for n in range(3)} and m.epoch == epoch + 1 and m.shares == shares
+    m.renew(epoch)
+    assert not m.decide()
+
+
 def test_a_spare_joins_at_a_commit_and_counts_once_it_has_caught_up() -> None:
     m = _begun()
     m.lost(1, 0)

@@ -1,18 +1,20 @@
 """A run of groups for tests: a coordinator in a thread, ranks as processes, faults at named points.
 
-    with Fleet(folder, job, spares=1) as fleet:
-        fleet.start(0, fault=Fault("reduce", step=3)); fleet.start(1); ...
-        ended = fleet.wait()          # by (group, incarnation): how each ended, and the digest of its state
+with Fleet(folder, job, spares=1) as fleet:
+    fleet.start(0, fault=Fault("reduce", step=3)); fleet.start(1); ...
+    ended = fleet.wait()          # by (group, incarnation): how each ended, and the digest of its state
 """
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
 import signal
 import threading
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +39,8 @@ class Fault:
     """What happens to a rank at a point of step `step` (from 0): the signal is sent to itself.
 
     forward, backward, reduce, voted, committed; epoch: while the link of epoch number `step` is made; donor, joiner: in
-    the midst of a transfer. `place`: of the rank in its group."""
+    the midst of a transfer. Without a signal, flip: a bit of the sum is wrong; slow: every step takes half a second
+    longer. `place`: of the rank in its group."""
 
     point: str
     step: int
@@ -72,10 +75,12 @@ class NoSaver:
 
 
 class Fleet:
-    """`silent_s`: after that long in state T (stopped) the stand-in of an agent calls a rank lost, and kills it."""
+    """`silent_s`: after that long in state T (stopped) the stand-in of an agent calls a rank lost, and `kills` it."""
 
-    def __init__(self, folder: Path, job: Job, *, silent_s: float = 0.5, pause_s: float = 0.0) -> None:
-        self.folder, self.job, self.silent_s, self.pause_s = folder, job, silent_s, pause_s
+    def __init__(
+        self, folder: Path, job: Job, *, silent_s: float = 0.5, pause_s: float = 0.0, kills: bool = True
+    ) -> None:
+        self.folder, self.job, self.silent_s, self.pause_s, self.kills = folder, job, silent_s, pause_s, kills
         self.block = job.layout.world_size // job.replicas
         self.address = f"unix:{folder}/c"
         self.events: list[dict[str, Any]] = []
@@ -101,9 +106,12 @@ class Fleet:
         self.coordinator.close()
 
     def _serve(self) -> None:
-        while not self._done.is_set():
-            self.coordinator.turn(0.02)
-            self._watch()
+        try:
+            while not self._done.is_set():
+                self.coordinator.turn(0.02)
+                self._watch()
+        except Exception:
+            self.events.append({"event": "the coordinator broke", "why": traceback.format_exc()})
 
     def _watch(self) -> None:
         """What an agent does: stopped ranks are lost after a while."""
@@ -114,7 +122,17 @@ class Fleet:
                     self._stopped.pop(key, None)
                 elif time.monotonic() - self._stopped.setdefault(key, time.monotonic()) > self.silent_s:
                     self.coordinator._lost(key[0], key[1], "stopped")
-                    process.kill()
+                    if self.kills:
+                        process.kill()
+
+    def _told(self) -> str:
+        """What is known of a run that hangs: the latest events, and where each rank is."""
+        for process in self._processes.values():
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        stacks = [path.read_text() for path in sorted(self.folder.glob("stack-*"))]
+        return "\n".join([str(self.events[-8:]), *stacks])
 
     def start(self, group: int, *, incarnation: int = 0, joins: bool = False, fault: Fault | None = None) -> None:
         for place in range(self.block):
@@ -129,7 +147,7 @@ class Fleet:
         """Wait until `what(membership)` holds."""
         deadline = time.monotonic() + timeout_s
         while not what(self.coordinator.membership):
-            assert time.monotonic() < deadline, f"not in {timeout_s} s; {self.events[-5:]}"
+            assert time.monotonic() < deadline, f"not in {timeout_s} s; {self._told()}"
             time.sleep(0.005)
 
     def stop(self, group: int, number: int, *, place: int = 0, incarnation: int = 0) -> None:
@@ -140,7 +158,7 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         for process in self._processes.values():
             process.join(max(0.1, deadline - time.monotonic()))
-            assert process.exitcode is not None, f"rank still runs after {timeout_s} s; {self.events[-8:]}"
+            assert process.exitcode is not None, f"rank still runs after {timeout_s} s; {self._told()}"
         found = {}
         for path in sorted((self.folder / "out").iterdir()):
             found[tuple(int(n) for n in path.stem.split("-"))] = json.loads(path.read_text())
@@ -165,6 +183,8 @@ def member(folder: str, job: Job, seat: Seat, joins: bool, fault: Fault | None, 
     from bessemer.train.transfer import Landing
 
     torch.set_num_threads(1)
+    stack = open(f"{folder}/stack-{seat.group}-{seat.place}", "w")  # noqa: SIM115 (as long as the process lives)
+    faulthandler.register(signal.SIGUSR1, file=stack)
     name = f"{seat.group}-{seat.incarnation}-{seat.place}"
     own = group_job(job)
     if own.layout.world_size > 1:
@@ -223,6 +243,18 @@ def inject(fault: Fault, loop: Any) -> None:
 
     passes, cohort = loop.parts.step.passes, loop.cohort
     at = {"step": -1}
+    if fault.point == "slow":
+        _slow_down(loop, 0.5)
+        return
+    if fault.point == "flip":
+        digest = elastic.Buffers.digest
+
+        def flipped(self: Any) -> str:
+            if at["step"] == fault.step:
+                self.gradients[3] ^= 1
+            return digest(self)
+
+        elastic.Buffers.digest = flipped
     run, vote, outcome = passes.run, cohort.vote, cohort.await_outcome
 
     def running(batches: Any, count: int, step: int = 0) -> Any:

@@ -127,9 +127,9 @@ class Cohort:
     def synced(self) -> None:
         self._send(kind="synced")
 
-    def stuck(self, epoch: int) -> None:
+    def stuck(self, epoch: int, why: str) -> None:
         """The sum of that epoch failed here."""
-        self._send(kind="stuck", epoch=epoch)
+        self._send(kind="stuck", epoch=epoch, why=why)
 
     def leave(self) -> None:
         self._send(kind="leave")

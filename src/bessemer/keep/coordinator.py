@@ -7,7 +7,7 @@ Connections speak the frames of `wire.py` and first prove that they know the run
 environment (`BESSEMER_SECRET`): the coordinator sends challenge{nonce}, the other side answers with hello{proof, ...}.
 
     rank  -> hello{proof, role: "rank", group, incarnation, place, step, state, epoch, share, address}
-             vote{epoch, step, digest}   synced{}   stuck{epoch}   leave{}
+             vote{epoch, step, digest}   synced{}   stuck{epoch, why}   leave{}
     rank  <- epoch, commit, fenced, released, failed     as `membership.py` has them
     agent -> hello{proof, role: "agent", host}   lost{group, incarnation, why}   alive{}   scale{replicas}
     agent <- event{event, fields}     what happened, for the run's records
@@ -43,6 +43,8 @@ __all__ = ["SECRET", "Coordinator", "connect", "listen_at", "main", "proof"]
 SECRET = "BESSEMER_SECRET"
 DEBOUNCE_S = 0.02
 """Losses that come so close together make one epoch."""
+RENEW_S = 1.0
+"""How long after a sum failed a loss that explains it is waited for."""
 HOLD_S = 0.2
 """How long a step whose lost group had voted may still become true by the others' votes."""
 
@@ -109,6 +111,7 @@ class Coordinator:
         self._ranks: dict[tuple[int, int], _Peer] = {}
         self._decide_at: float | None = None
         self._force_at: float | None = None
+        self._renew: tuple[float, int] | None = None  # when, and which epoch
         self._addresses: dict[tuple[int, int], str] = {}
         self.finished = False
 
@@ -120,6 +123,7 @@ class Coordinator:
     def turn(self, timeout_s: float) -> None:
         now = time.monotonic()
         due = [at for at in (self._decide_at, self._force_at) if at is not None]
+        due += [] if self._renew is None else [self._renew[0]]
         for key, mask in self._selector.select(max(0.0, min([now + timeout_s, *due]) - now)):
             if key.fileobj is self._server:
                 self._accept()
@@ -134,6 +138,10 @@ class Coordinator:
             self._decide()
         if self._force_at is not None and now >= self._force_at:
             self._decide(force=True)
+        if self._renew is not None and now >= self._renew[0]:
+            self.membership.renew(self._renew[1])
+            self._renew = None
+            self._decide()
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -216,8 +224,7 @@ class Coordinator:
             m.synced(peer.group, peer.place)
             self._decide_soon(0.0)
         elif kind == "stuck":
-            m.stuck(int(record["epoch"]))
-            self._decide_soon(DEBOUNCE_S)
+            self._on_stuck(peer, int(record["epoch"]), str(record["why"]))
         elif kind == "leave":
             m.leave(peer.group)
             self._tell_agents("leaving", group=peer.group)
@@ -253,6 +260,15 @@ class Coordinator:
             self._tell_agents("scale", replicas=self.membership.replicas)
         elif kind != "alive":
             raise ValueError(f"unknown kind {kind!r}")
+
+    def _on_stuck(self, peer: _Peer, epoch: int, why: str) -> None:
+        """A sum failed. Mostly a loss explains it, which is heard of within moments; else the same groups try again."""
+        if epoch == self.membership.epoch:
+            self.membership.stuck(epoch)
+            self._decide_soon(DEBOUNCE_S)
+            self._tell_agents("sum_failed", group=peer.group, place=peer.place, epoch=epoch, why=why)
+            if self._renew is None or self._renew[1] != epoch:
+                self._renew = time.monotonic() + RENEW_S, epoch
 
     def _lost(self, group: int, incarnation: int, why: str) -> None:
         known = self.membership.groups.get(group)

@@ -89,6 +89,7 @@ class Membership:
         self._votes: dict[tuple[int, int], str] = {}
         self._lost: list[Group] = []  # of the epoch, since it was formed
         self._held = False  # a lost group had voted: the others' votes may still make the step true
+        self._renew = False
         self._out: list[Message] = []
 
     # ---- what happened
@@ -131,6 +132,10 @@ class Membership:
         if epoch == self.epoch:
             self._held = False
 
+    def renew(self, epoch: int) -> None:
+        """The sums of that epoch failed although nobody was lost: form another one of the same groups."""
+        self._renew = epoch == self.epoch
+
     def synced(self, name: int, place: int) -> None:
         """A joiner's rank stands where the active ones stand."""
         group = self.groups.get(name)
@@ -168,6 +173,9 @@ class Membership:
                 self._form_epoch()
             elif not parked and self._all_voted():
                 self._commit()
+            elif self._renew:
+                self._form_epoch()
+        self._renew = False
         out, self._out = self._out, []
         return out
 

@@ -33,8 +33,8 @@ _GRAVEYARD: list[object] = []
 class GivenUp(Exception):
     """A newer epoch has come, or the sum failed: nothing of it may be used. `failed`: it did so by itself."""
 
-    def __init__(self, *, failed: bool) -> None:
-        super().__init__("the sum across groups was given up")
+    def __init__(self, why: str, *, failed: bool) -> None:
+        super().__init__(why)
         self.failed = failed
 
 
@@ -157,7 +157,7 @@ class Across:
         self._wait(self._ready.is_set)
         link = self._link
         if link is None:
-            raise GivenUp(failed=True)
+            raise GivenUp(f"no link: {self._error}", failed=True)
         _GRAVEYARD.append((link, sums, maxima))
         works = [link.start(b, dist.ReduceOp.SUM) for b in sums if b.numel()]
         works += [link.start(b, dist.ReduceOp.MAX) for b in maxima if b.numel()]
@@ -170,7 +170,7 @@ class Across:
             self._wait(lambda: link.done(work))
         except PeerLost as error:
             self.drop(hangs=False)
-            raise GivenUp(failed=True) from error
+            raise GivenUp(str(error), failed=True) from error
         except GivenUp:
             _GRAVEYARD.append(work)
             raise
@@ -180,7 +180,7 @@ class Across:
         while not over():
             if self._given_up():
                 self.drop(hangs=True)
-                raise GivenUp(failed=False)
+                raise GivenUp("a newer epoch has come", failed=False)
             time.sleep(pause)
             pause = min(_LONGEST_POLL_S, 1.2 * pause)
 

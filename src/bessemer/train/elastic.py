@@ -185,7 +185,7 @@ class ElasticLoop(Loop):
                     self._across.reduce([total.gradients, total.sums, total.loose], [total.maxima])
             except GivenUp as gone:
                 if gone.failed:
-                    self.cohort.stuck(epoch.number)
+                    self.cohort.stuck(epoch.number, str(gone))
                 self.cohort.await_epoch(epoch.number + 1)
                 continue
             self.cohort.vote(epoch.number, step, total.digest())
