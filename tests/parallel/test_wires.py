@@ -30,7 +30,8 @@ from bessemer.models.split import ExpertSplit, Sent
 from bessemer.parallel import gathering
 from bessemer.parallel.data import drop_gathered
 from bessemer.parallel.wire import ROWS, coded_rows, decoded_rows, to_odd
-from bessemer.precision import numerics, quantise
+from bessemer.precision import decode, numerics, quantise
+from bessemer.precision.formats import E4M3
 from bessemer.train.state import state_slices
 
 FULL = {"dp_shard": "full"}
@@ -127,6 +128,7 @@ def test_a_narrow_gather_changes_no_bit(name: str) -> None:
     assert [what for what in found if not (SAME[name].precision.smooth and smooth_history(what))] == []
 
 
+@pytest.mark.slow
 def test_one_process_makes_the_same_step() -> None:
     """Two ranks' sums of gradients have one order."""
     job = SAME["delayed"]
@@ -193,6 +195,11 @@ def test_blocks_on_the_wire_are_rounded_once_more_where_the_recipe_has_others(un
         assert bool(differing([rank[recipe] for rank in ranks])) == (uneven and recipe != "mxfp8"), recipe
         narrow, wide = (ranks[0][recipe][i]["losses"] for i in (0, 1))
         assert narrow[0] == wide[0] and abs(narrow[1] / wide[1] - 1) < 1e-3, (recipe, narrow, wide)
+
+
+def test_torch_widens_every_code_exactly() -> None:
+    codes = torch.arange(256).to(torch.uint8).view(E4M3.dtype)
+    assert torch.equal(torch.empty(256).copy_(codes).nan_to_num(1e9), decode(codes, E4M3).nan_to_num(1e9))
 
 
 def test_rounding_to_odd_first_changes_no_code() -> None:
