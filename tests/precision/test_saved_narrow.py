@@ -10,6 +10,7 @@ import pytest
 import torch
 from parallel.parity import whole
 from parallel.precision_parity import FAMILIES, Case, both, excess, job_of
+from plan.test_own_memory import num_micro, own_job
 from precision.test_training import _chain
 from ranks import run_ranks
 from torch import Tensor
@@ -17,15 +18,18 @@ from train.test_dry_run import native, real_bytes, small_job
 from train.toy import SEQ, VOCAB, toy_batch, toy_parts
 
 from bessemer import ops
-from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
+from bessemer.core.memory import rank_lines
 from bessemer.core.presets import preset
 from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
+from bessemer.core.resolve import resolve_model
 from bessemer.core.saved import layer_bytes
 from bessemer.core.sizes import Sizes
 from bessemer.models.parts import Projection
 from bessemer.parallel.recompute_budget import applied_recompute
+from bessemer.plan.own_memory import own_rank_lines
+from bessemer.plan.space import Layouts
 from bessemer.precision import kept_swiglu, swiglu_again
 from bessemer.precision.outliers import relative_error
 from bessemer.runtime.allocations import AllocationSample
@@ -43,8 +47,8 @@ LATENT = {
     "v_head_dim": 32,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
-    "moe_intermediate_size": 64,
-    "n_shared_experts": 2,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
     "num_nextn_predict_layers": 0,
 }
 MODEL_FIELDS: dict[str, dict[str, Any]] = {"llama": {}, "deepseek_v3": LATENT}
@@ -82,12 +86,15 @@ def kept_bytes(rank: int, world: int, jobs: list[Job]) -> list[int]:
         ("llama", "fp8-current", {"tp": 2, **SP}),
         *(("deepseek_v3", "fp8-block128", layout) for layout in ({}, {"tp": 2, **SP})),
         ("deepseek_v3", "mxfp8", {}),
+        ("deepseek_v3", "fp8-current", {}),
+        ("deepseek_v3", "fp8-block128", {"dp": 2, "ep": 2}),
     ],
     ids=str,
 )
 def test_what_is_kept_is_what_the_closed_form_says(family: str, recipe: str, layout: dict[str, Any]) -> None:
     """Under each policy, against `full`, so that what the loss keeps falls away; and without it, so that there is
-    something that is saved. (Scales and amaxes of one number a tensor aren't counted.)"""
+    something that is saved. (Scales and amaxes of one number a tensor aren't counted; what one rank's experts have
+    too much, another's lack.)"""
     fields: dict[str, Any] = {"model": MODEL_FIELDS[family], **layout}
     jobs = {policy: job_of(recipe, family, train={"recompute": policy}, **NARROW, **fields) for policy in POLICIES}
     jobs |= {"compute": job_of(recipe, family, **fields)}
@@ -96,13 +103,12 @@ def test_what_is_kept_is_what_the_closed_form_says(family: str, recipe: str, lay
     every = list(jobs.values())
     ranks = [kept_bytes(0, 1, every)] if alone else run_ranks(2, kept_bytes, every)
     spec = resolve_model(every[0].model)
-    for rank in ranks:
-        kept = dict(zip(jobs, rank, strict=True))
-        modelled = {name: applied_recompute(job, spec).kept_bytes for name, job in jobs.items()}
-        for name in POLICIES:
-            found, wanted = kept[name] - kept["full"], modelled[name] - modelled["full"]
-            assert found == pytest.approx(wanted, rel=1e-3, abs=128), name
-        assert kept["none"] < kept["compute"] - 0.1 * (kept["compute"] - kept["compute full"])
+    modelled = {name: applied_recompute(job, spec).kept_bytes for name, job in jobs.items()}
+    kept = {name: statistics.mean(sizes) for name, sizes in zip(jobs, zip(*ranks, strict=True), strict=True)}
+    for name in POLICIES:
+        found, wanted = kept[name] - kept["full"], modelled[name] - modelled["full"]
+        assert found == pytest.approx(wanted, rel=1e-3, abs=128), name
+    assert kept["none"] < kept["compute"] - 0.1 * (kept["compute"] - kept["compute full"])
 
 
 @native
@@ -116,6 +122,27 @@ def test_ranks_really_hold_what_is_counted(layout: dict[str, Any]) -> None:
     for pipeline_rank, lines in enumerate(rank.lines for rank in dry_run(job, resolve_model(job.model))):
         peak = statistics.mean(real["peak"] for at, real in found if at == pipeline_rank)
         assert lines["activations"] + lines["working"] == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "recompute"),
+    [
+        ("llama-3-8b", {"tp": 2, "pp": 2, "dp": 4, **SP}, "none"),
+        ("llama-3-8b", {"tp": 2, "pp": 2, "dp": 4, "schedule": "zb-h1"}, "mlp"),
+        ("deepseek-v3", {"dp": 32, "pp": 8, "ep": 32, "dp_shard": "optimizer"}, "fine"),
+    ],
+)
+def test_the_planner_counts_as_the_check_does(preset: str, layout: dict[str, Any], recompute: str) -> None:
+    activations = {}
+    for saved in ("compute", "fp8"):
+        job = own_job(preset, layout, {"recompute": recompute}, "fp8-block128")
+        job = job.model_copy(update={"precision": job.precision.model_copy(update={"saved": saved})})
+        spec, lay = resolve_model(job.model), Layouts.from_job(job)
+        planned = own_rank_lines(lay, spec, job.data.seq_len, num_micro(job), precision=job.precision)
+        for own, lines in zip(planned, rank_lines(job, spec), strict=True):
+            assert own["activations"] == pytest.approx(lines["activations"], rel=5e-3)
+        activations[saved] = planned[0]["activations"]
+    assert activations["fp8"] < 0.95 * activations["compute"]
 
 
 def test_bytes_of_a_layer_of_llama_8b_by_hand() -> None:

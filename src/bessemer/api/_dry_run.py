@@ -140,7 +140,7 @@ def _predicted(job: Job, spec: ModelSpec) -> list[dict[str, float]]:
         lines = rank_lines(job, spec)
         return [{n: rank[n] + (rank["gradient_sum"] if n == "gradients" else 0) for n in LINES} for rank in lines]
     micro = np.array([job.train.global_batch / (job.train.micro_batch * job.layout.dp)])
-    priced = own_rank_lines(Layouts.from_job(job), spec, job.data.seq_len, micro, moments=job.precision.moments)
+    priced = own_rank_lines(Layouts.from_job(job), spec, job.data.seq_len, micro, precision=job.precision)
     return [{line: rank[_IN_PLAN.get(line, line)] for line in LINES} for rank in priced]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bessemer.core.held import Elements, HeldLayers, block_elements, end_elements, layers_by_stage, prediction_elements
+from bessemer.core.job import PrecisionSection
 from bessemer.core.layout import Layout
 from bessemer.core.memory import widest_matrix
 from bessemer.core.model import ModelSpec
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["own_memory", "own_rank_lines"]
 
 _SCHEDULES = tuple(SCHEDULES)
+_PLAIN = PrecisionSection()
 _STAYS = 0.1
 """Of offloaded activations, on the device."""
 _ROUNDS = 3
@@ -55,15 +57,21 @@ recompute, with some, with all. For each of these the fullest moment is looked f
 
 
 def own_memory(
-    lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtime_bytes: float = 0.0, moments: str = "fp32"
+    lay: Layouts,
+    spec: ModelSpec,
+    seq: float,
+    num_micro: Any,
+    runtime_bytes: float = 0.0,
+    precision: PrecisionSection = _PLAIN,
 ) -> Memory:
     """The heaviest rank. Of ranks that hold alike, only the first, where most micro-batches wait for their backward
     pass, and the last, where most put-off weight gradients do.
 
-    runtime_bytes: what the device's libraries take for themselves. moments: `precision.moments`."""
+    runtime_bytes: what the device's libraries take for themselves. precision: of a job, for what it keeps narrow; the
+    recipe is that of each layout."""
     if len(lay) == 0:
         return Memory(dict.fromkeys(MEMORY_LINES, np.zeros(0)), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    ranks = _Ranks(lay, spec, seq, num_micro, moments=moments)
+    ranks = _Ranks(lay, spec, seq, num_micro, precision=precision)
     found, slot = ranks.lines(0), np.zeros(len(lay), np.int64)
     total = np.sum(list(found.values()), axis=0)
     runtime = np.full(len(lay), float(runtime_bytes))
@@ -77,10 +85,15 @@ def own_memory(
 
 
 def own_rank_lines(
-    lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, runtime_bytes: float = 0.0, moments: str = "fp32"
+    lay: Layouts,
+    spec: ModelSpec,
+    seq: float,
+    num_micro: Any,
+    runtime_bytes: float = 0.0,
+    precision: PrecisionSection = _PLAIN,
 ) -> list[dict[str, float]]:
     """Bytes by line of each pipeline rank of one layout."""
-    ranks = _Ranks(lay, spec, seq, num_micro, every=True, moments=moments)
+    ranks = _Ranks(lay, spec, seq, num_micro, every=True, precision=precision)
     lines = [{name: float(size[0]) for name, size in ranks.lines(slot).items()} for slot in range(ranks.slots)]
     return [{**rank, "runtime": runtime_bytes} for rank in lines]
 
@@ -89,9 +102,16 @@ class _Ranks:
     """Layouts with their pipeline ranks in `slots`; where a layout has fewer, its last one is repeated."""
 
     def __init__(
-        self, lay: Layouts, spec: ModelSpec, seq: float, num_micro: Any, *, moments: str, every: bool = False
+        self,
+        lay: Layouts,
+        spec: ModelSpec,
+        seq: float,
+        num_micro: Any,
+        *,
+        precision: PrecisionSection,
+        every: bool = False,
     ) -> None:
-        self.lay, self.spec, self.num_micro, self._moments = lay, spec, num_micro, moments
+        self.lay, self.spec, self.num_micro, self._moments = lay, spec, num_micro, precision.moments
         columns = ("pp", "schedule", "virtual_stages", "first_layers", "last_layers")
         most = np.minimum(np.asarray(num_micro), _ROUNDS * lay.pp).astype(np.int64)
         kinds, which = _unique(lay, columns, functools.partial(_ranks, spec, int(seq), every), most)
@@ -101,7 +121,7 @@ class _Ranks:
         self._sizes = _columns(lay, ("tp", "ep", "etp"), functools.partial(_elements, spec))
         block = ("tp", "sequence_parallel", "cp", "cp_kind", "ep", "etp", "recompute", "recipe", "tp_overlap")
         several = np.minimum(lay.micro_batch, 2)  # sequences: more than one are put in another order here and there
-        self._saved = _columns(lay, block, functools.partial(_saved, spec), several)
+        self._saved = _columns(lay, block, functools.partial(_saved, spec, precision.saved), several)
         wide = np.array([4.0 if r.compute == "fp32" else 2.0 for r in RECIPES.values()])[lay.recipe]
         stream = np.where(lay.sequence_parallel > 0, lay.tp, 1)
         tokens, table = lay.micro_batch * seq / lay.cp, self._sizes["table"]
@@ -295,13 +315,15 @@ def _elements(spec: ModelSpec, tp: int, ep: int, etp: int) -> dict[str, float]:
     }
 
 
-def _saved(spec: ModelSpec, *columns: int) -> dict[str, float]:
+def _saved(spec: ModelSpec, saved: str, *columns: int) -> dict[str, float]:
     """Bytes a token that a layer without and one with experts save, under the columns' recompute and without any."""
     tp, sequence_parallel, cp, cp_kind, ep, etp, recompute, recipe, overlap, micro_batch = columns
     how = tuple(RECIPES.values())[recipe]
     axes = {"tp": tp, "sequence_parallel": bool(sequence_parallel), "cp": cp, "cp_kind": CP_KINDS[cp_kind]}
     layout = Layout.model_validate({**axes, "ep": ep, "etp": etp, "tp_chunks": 1 + overlap})
-    sizes = Sizes.of(layout, 4 if how.compute == "fp32" else 2, micro_batch, coded=how.keeps_codes)
+    narrow = how if saved == "fp8" and how.quantised else None
+    wide = 4 if how.compute == "fp32" else 2
+    sizes = Sizes.of(layout, wide, micro_batch, coded=how.keeps_codes, narrow=narrow)
     parts = tuple(RECOMPUTE.values())[recompute].parts
     kinds = {"plain": False, "routed": True}
     found = {}
