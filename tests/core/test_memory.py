@@ -35,6 +35,17 @@ def test_muon_keeps_one_moment_of_the_hidden_matrices():
     assert saved == 4 * (counts.attention + counts.dense_ffn)
 
 
+@pytest.mark.parametrize(("moments", "a_moment"), [("bf16", 2), ("fp8", 1 + 4 / 128)])
+def test_narrow_moments_spare_what_has_one_dimension(moments, a_moment):
+    narrow = job(precision={"moments": moments})
+    spec = resolve_model(narrow.model)
+    params = parameter_counts(spec).total
+    vectors = (2 * spec.num_layers + 1) * spec.hidden_size
+    lines = memory_lines(narrow, spec)
+    assert lines["optimizer"] == 2 * a_moment * (params - vectors) + 8 * vectors
+    assert lines["checkpoint_copy"] == 4 * params + 4 * (params - vectors) + 8 * vectors
+
+
 @pytest.mark.parametrize(
     ("kind", "split", "whole"),
     [

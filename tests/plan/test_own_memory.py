@@ -34,13 +34,15 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def own_job(preset: str, layout: dict[str, Any], train: dict[str, Any], recipe: str = "bf16") -> Job:
+def own_job(
+    preset: str, layout: dict[str, Any], train: dict[str, Any], recipe: str = "bf16", moments: str = "fp32"
+) -> Job:
     sections = {
         "model": {"preset": preset},
         "data": {"seq_len": 4096},
         "layout": layout,
         "train": {"micro_batch": 1, "global_batch": 1024} | train,
-        "precision": {"recipe": recipe},
+        "precision": {"recipe": recipe, "moments": moments},
     }
     return Job.model_validate(sections)
 
@@ -50,20 +52,20 @@ def num_micro(job: Job) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("preset", "layout", "train"), CASES)
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current"])
+@pytest.mark.parametrize(("recipe", "moments"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp8-current", "fp8")])
 def test_it_is_the_closed_form_of_the_check(
-    preset: str, layout: dict[str, Any], train: dict[str, Any], recipe: str
+    preset: str, layout: dict[str, Any], train: dict[str, Any], recipe: str, moments: str
 ) -> None:
-    job = own_job(preset, layout, train, recipe)
+    job = own_job(preset, layout, train, recipe, moments)
     spec, lay = resolve_model(job.model), Layouts.from_job(job)
-    found = own_rank_lines(lay, spec, job.data.seq_len, num_micro(job))
+    found = own_rank_lines(lay, spec, job.data.seq_len, num_micro(job), precision=job.precision)
     for own, lines in zip(found, rank_lines(job, spec), strict=True):
         for line in ("weights", "optimizer", "gathered"):
             assert own[line] == pytest.approx(lines[line], rel=1e-6)
         assert own["gradients"] == pytest.approx(lines["gradients"] + lines["gradient_sum"], rel=1e-6)
         assert own["activations"] == pytest.approx(lines["activations"], rel=5e-3)
         assert own["transient"] == pytest.approx(lines["working"], rel=0.05)
-    heaviest = own_memory(lay, spec, job.data.seq_len, num_micro(job))
+    heaviest = own_memory(lay, spec, job.data.seq_len, num_micro(job), precision=job.precision)
     assert heaviest.total[0] == pytest.approx(max(sum(own.values()) for own in found), rel=1e-6)
 
 

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -17,10 +18,13 @@ from bessemer.cli import main
 from bessemer.core.errors import ConfigError, RequestError
 from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
+from bessemer.core.memory import rank_lines
 from bessemer.core.units import toml_text
 from bessemer.models.canonical import local
 from bessemer.models.decoder import Decoder
 from bessemer.parallel.program import Step
+from bessemer.plan.own_memory import own_rank_lines
+from bessemer.plan.space import Layouts
 from bessemer.runtime.allocations import AllocationSample
 from bessemer.train.dry_memory import StageBytes, peak_bytes, stage_bytes
 from bessemer.train.dry_run import dry_run
@@ -31,7 +35,7 @@ SEQ = 128
 native = pytest.mark.skipif(bool(ops.why_absent()), reason="without native kernels a CPU saves other tensors")
 
 
-def small_job(model: dict[str, Any], layout: dict[str, Any], recipe: str = "bf16") -> Job:
+def small_job(model: dict[str, Any], layout: dict[str, Any], recipe: str = "bf16", moments: str = "fp32") -> Job:
     """Four micro-batches of two sequences a data-parallel rank, without document masks."""
     return Job.model_validate(
         {
@@ -39,7 +43,7 @@ def small_job(model: dict[str, Any], layout: dict[str, Any], recipe: str = "bf16
             "data": {"seq_len": SEQ},
             "layout": layout,
             "train": {"micro_batch": 2, "global_batch": 8 * layout.get("dp", 1)},
-            "precision": {"recipe": recipe},
+            "precision": {"recipe": recipe, "moments": moments},
         }
     )
 
@@ -62,10 +66,9 @@ def real_bytes(rank: int, _world_size: int, text: str) -> tuple[int, dict[str, i
             parts.step.passes.run(iter(batches), micro)
         parts.parallel.finish()
         peaks.append(sample.peak_bytes)
-    state = parts.optimizer.state_tensors()
     return parts.mesh.at("pp"), {
         "weights": sum(local(p).nbytes for p in parts.module.parameters()),
-        "optimizer": sum(local(t).nbytes for tensors in state.values() for t in tensors.values()),
+        "optimizer": sum(local(t).nbytes for t in parts.optimizer.kept()),
         "peak": min(peaks[1:]),  # the first unit also makes what stays, such as rotation tables
     }
 
@@ -98,6 +101,36 @@ def test_ranks_really_hold_what_is_counted(
             assert (lines["weights"], lines["optimizer"]) == (real["weights"], real["optimizer"])
         peak = statistics.mean(real["peak"] for real in ranks_of)  # what one expert has too much, another lacks
         assert lines["activations"] + lines["working"] == pytest.approx(peak, rel=tolerance)
+
+
+def kept_bytes(rank: int, _world_size: int, text: str) -> tuple[int, int]:
+    """(pipeline rank, bytes of optimizer state that a rank holds)."""
+    parts = toy_parts(Job.model_validate_json(text), rank)
+    return parts.mesh.at("pp"), sum(local(t).nbytes for t in parts.optimizer.kept())
+
+
+@pytest.mark.parametrize(
+    ("moments", "layout", "model"),
+    [
+        ("bf16", {}, {"tie_word_embeddings": False}),
+        ("fp8", {}, {}),
+        ("bf16", {"dp": 2, "dp_shard": "full"}, {}),
+        ("fp8", {"dp": 2, "dp_shard": "full"}, {}),
+        ("fp8", {"dp": 2, "dp_shard": "optimizer"}, {}),
+        ("fp8", {"tp": 2, "pp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_moments_take_what_the_closed_form_says(moments: str, layout: dict[str, Any], model: dict[str, Any]) -> None:
+    """To the byte in the ranks, in a dry run, by `check`'s closed form and by the planner's: shapes divide here."""
+    job = small_job(MODEL | model, layout, moments=moments)
+    spec, text, ranks = resolve_model(job.model), job.model_dump_json(), job.layout.world_size
+    real = run_ranks(ranks, kept_bytes, text) if ranks > 1 else [kept_bytes(0, 1, text)]
+    micro = np.array([job.train.global_batch / (job.train.micro_batch * job.layout.dp)])
+    planner = own_rank_lines(Layouts.from_job(job), spec, SEQ, micro, precision=job.precision)
+    for at, kept in real:
+        assert kept == dry_run(job, spec)[at].lines["optimizer"] == rank_lines(job, spec)[at]["optimizer"]
+        assert planner[at]["optimizer"] == pytest.approx(kept, abs=0.5)
 
 
 @native
@@ -168,21 +201,21 @@ def job_file(folder: Path, preset: str, **sections: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks", "layout"),
+    ("preset", "ranks", "layout", "moments"),
     [
-        ("llama-3-8b", 16, {}),
-        ("llama-3-8b", 16, {"sequence_parallel": True}),
-        ("llama-3-70b", 512, {}),
-        ("mixtral-8x7b", 64, {}),
-        ("qwen3-30b-a3b", 16, {}),
-        ("deepseek-v3", 512, {}),
+        ("llama-3-8b", 16, {}, "fp32"),
+        ("llama-3-8b", 16, {"sequence_parallel": True}, "fp32"),
+        ("llama-3-70b", 512, {}, "bf16"),
+        ("mixtral-8x7b", 64, {}, "fp8"),
+        ("qwen3-30b-a3b", 16, {}, "fp8"),
+        ("deepseek-v3", 512, {}, "fp32"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_the_planner_agrees_at_published_shapes(
-    preset: str, ranks: int, layout: dict[str, Any], tmp_path: Path
+    preset: str, ranks: int, layout: dict[str, Any], moments: str, tmp_path: Path
 ) -> None:
-    file = str(job_file(tmp_path, preset, layout=layout))
+    file = str(job_file(tmp_path, preset, layout=layout, precision={"moments": moments}))
     assert api.check(file).ok
     found = api.train(file, dry_run=True, ranks=ranks).dry
     assert found is not None and found.fits and found.seconds < SECONDS_BAR
