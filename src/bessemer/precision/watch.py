@@ -101,8 +101,7 @@ class TensorWatch:
         if not self.window.forward:
             return
         want_TO = F.linear(x_TI, weight_OI.to(x_TI.dtype)).float()
-        error_O = (y_TO.float() - want_TO).square_().sum(0, dtype=torch.float64)
-        norm_O = want_TO.square_().sum(0, dtype=torch.float64)
+        error_O, norm_O = (v.square_().sum(0).double() for v in (y_TO - want_TO, want_TO))
         for place, (error, norm) in enumerate(
             zip(_pieces(error_O, self.sizes), _pieces(norm_O, self.sizes), strict=True)
         ):
@@ -115,7 +114,8 @@ def _pieces(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 def _counted(wide: Tensor, scales: Tensor, made: Scaled) -> Tensor:
     """float64 [S] of one operand, float32 [R, C]."""
-    read, scheme = made.dequantise(torch.float32), made.scheme
+    scheme = made.scheme
+    read = made.dequantise(torch.bfloat16 if scheme.exact else torch.float32).float()  # exact either way
     sizes = (wide / scales).abs_()
     # the exponent fields of float32, of which 0 is that of zeros; their bias is 127
     fields = torch.bincount((sizes.view(torch.int32) >> 23).flatten(), minlength=256)
@@ -125,7 +125,8 @@ def _counted(wide: Tensor, scales: Tensor, made: Scaled) -> Tensor:
     saturated = torch.zeros_like(kept)
     if scheme.grain == TENSOR:  # other scales are made of the numbers themselves, and rounded up
         saturated = torch.count_nonzero(sizes > scheme.format.max)
-    error, norm = (torch.linalg.vector_norm(v, dtype=torch.float64).square() for v in (read.sub_(wide), wide))
+    # squares below 10^-38 are lost: a tensor of nothing larger than 10^-19 has no error
+    error, norm = (torch.linalg.vector_norm(v).double().square() for v in (read.sub_(wide), wide))
     counts = torch.stack((saturated, bins.sum() - kept))
     return torch.cat((counts.double(), torch.stack((error, norm)), bins.double()))
 
@@ -187,10 +188,12 @@ class Table:
         return cls(names, sums, tops.fill_(_LEAST), results, trouble)
 
     def take(self, places: list[int], watch: TensorWatch, history_P3H: Tensor | None) -> None:
-        """Adds what a projection counted to the rows of its tensors. Several may share one (a layer's experts)."""
+        """Adds what a projection counted to the rows of its tensors. Several may share one (a layer's experts, whose
+        history is [P, X, 3, H]: the largest move counts)."""
         tops = watch.tops.clone()
         if history_P3H is not None:
-            tops[:, :, 4], tops[:, :, 5] = history_moves(history_P3H)
+            moves = (move.flatten(1, -2).amax(1) if move.dim() > 2 else move for move in history_moves(history_P3H))
+            tops[:, :, 4], tops[:, :, 5] = moves
         for row, place in enumerate(places):
             self.sums[place] += watch.sums[row]
             self.results[place] += watch.results[row]
