@@ -198,7 +198,10 @@ MUTATIONS: dict[str, tuple[Job, Sabotage]] = {
     "etp2: no tokens": (job_of("mixtral", dp=2, etp=2), dropped("expert", "all_to_all_single")),
     "etp2: one part of the width": (job_of("mixtral", dp=2, etp=2), one_part_of_the_width),
     "dp2 full: no scatters": (job_of(dp=2, dp_shard="full"), dropped("data", "reduce_scatter_single")),
-    "mixtral dp2 full: no gathers": (job_of("mixtral", dp=2, dp_shard="full"), dropped("data", "all_gather_single")),
+    "mixtral dp2 full: no gathers": (
+        job_of("mixtral", dp=2, dp_shard="full"),
+        dropped("gathering", "all_gather_single"),
+    ),
     "tp2: the norm of one rank": (job_of(tp=2), dropped("copies", "all_reduce")),
     "mixtral cp2: z-loss of a part counted whole": (job_of("mixtral", cp=2), whole_z_loss),
     "dp2: no sum over replicas": (job_of(dp=2), no_replica_sum),
