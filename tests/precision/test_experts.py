@@ -28,6 +28,7 @@ from bessemer.models.quantise import (
     start_amax,
 )
 from bessemer.models.quantised import QuantisedExperts
+from bessemer.models.watched import held_troubles, refresh_fallen
 from bessemer.parallel.recompute_budget import applied_recompute
 from bessemer.precision import numerics
 from bessemer.precision.outliers import relative_error
@@ -163,6 +164,33 @@ def test_smooth_swiglu_has_channels_of_each_expert() -> None:
     wanted = result("bf16", False)
     smooth, plain = (relative_error(result("fp8-current", on), wanted) for on in (True, False))
     assert smooth < 0.08 and plain > 0.2, (smooth, plain)
+
+
+def test_a_watch_changes_no_bit_and_counts_experts() -> None:
+    plain, watched = (toy_parts(job_of("fp8-delayed", "mixtral", precision=more)) for more in ({}, {"watch_every": 1}))
+    list(run_steps(plain, 0, 3))
+    *_, last = run_steps(watched, 0, 3)
+    _assert_equal(_state(plain), _state(watched))
+    assert last.sample is not None
+    figures = last.sample.figures
+    place = figures.names.index("layers.1.mlp.experts.down")
+    for role, error in (("x", 0.0265), ("weight", 0.0265), ("grad", 0.053)):
+        found = figures.roles[role]
+        assert 0.8 * error < found["error"][place] < 1.5 * error and found["amax"][place] > 0
+    assert 0.03 < figures.results[place] < 0.06 and figures.roles["x"]["jump"][place] > 0
+
+
+def test_experts_that_fell_back_run_as_without_a_recipe() -> None:
+    plain, fallen = (
+        toy_parts(job_of(recipe, "mixtral", precision=more))
+        for recipe, more in (("bf16", {}), ("fp8-delayed", {"watch_every": 1, "fall_back": True}))
+    )
+    wanted = _called(plain, COUNTS)
+    assert not torch.equal(_called(fallen, COUNTS), wanted)
+    for name, trouble in held_troubles(fallen.module):
+        trouble[1] = 1.0 if ".experts." in name else 0.0
+    refresh_fallen(fallen.module)
+    assert torch.equal(_called(fallen, COUNTS), wanted)
 
 
 def _kept_bytes(job: Job) -> int:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from bessemer import ops
 from bessemer.ops.deferred import put_off_weight_gradients
-from bessemer.precision import Scheme, keyed_generator, numerics, quantise
+from bessemer.precision import QuantProducts, Scheme, keyed_generator, numerics, quantise
 from bessemer.precision.grouped import QuantGrouped
 from bessemer.precision.outliers import relative_error
 from bessemer.precision.product import hadamard
 from bessemer.precision.products import ROLES
+from bessemer.precision.watch import TensorWatch
 
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-row", "fp8-block128", "mxfp8", "nvfp4")
 LOADS = {"some": [37, 150, 0, 4, 261, 128], "one": [0, 0, 0, 290, 0, 0], "none": [0] * 6}
@@ -220,6 +221,32 @@ def test_what_is_not_finite_spoils_its_own_expert_only(recipe: str) -> None:
     others = [e for e in range(6) if e != 1]
     assert torch.equal(y[:37], wanted[0][:37]) and torch.equal(y[187:], wanted[0][187:])
     assert all(torch.equal(dw[others], want[others]) for dw, want in zip(dws, wanted[2:], strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-row", "fp8-block128"])
+def test_a_watch_sees_what_it_would_see_of_each_expert_alone(recipe: str) -> None:
+    """(Of gradients under scales of rows or blocks a dense layer shows both directions, experts one.)"""
+    x, weights, grad, counts = _operands("some")
+    n, device = numerics(recipe), torch.device("cpu")
+    together, alone = TensorWatch(OUTPUTS, device), TensorWatch(OUTPUTS, device)
+    leaves = [w.clone().requires_grad_() for w in weights]
+    with together.window:
+        how = QuantGrouped(n, torch.bfloat16, watch=together)
+        y = ops.grouped_linear(x.clone().requires_grad_(), leaves, counts, how)
+    torch.autograd.backward(y, grad)
+    for expert, (own, g) in enumerate(zip(*(_parts(part, counts.tolist()) for part in (x, grad)), strict=True)):
+        packed = torch.cat([weight[expert] for weight in weights]).requires_grad_()
+        with alone.window:
+            one = QuantProducts(n, x.dtype, OUTPUTS, watch=alone)
+            y = ops.linear(own.clone().requires_grad_(), packed, None, one)
+        torch.autograd.backward(y, g)
+    roles = slice(3 if recipe == "fp8-current" else 2)
+    counted = [0, 1, *range(4, together.sums.shape[2])]  # between them two sums of squares, in float32
+    assert torch.equal(together.sums[:, roles][..., counted], alone.sums[:, roles][..., counted])
+    torch.testing.assert_close(together.sums[:, roles], alone.sums[:, roles], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(together.results, alone.results, rtol=1e-4, atol=0.0)
+    assert torch.equal(together.tops[:, roles, :3], alone.tops[:, roles, :3])
+    assert (together.sums[:, 2, 4:].sum(1) == grad.shape[0] * torch.tensor(OUTPUTS)).all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

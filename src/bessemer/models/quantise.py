@@ -123,14 +123,24 @@ def quantise(model: Decoder, how: Quantising) -> None:
 def _quantise_experts(module: Experts, how: Quantising, names: dict[str, str]) -> None:
     """names: of the stacks chosen, by kind; gate and up are alike, so that both are or neither."""
     experts = module.gate.weight.shape[0] * module.compute.split.experts.degree
-    device = module.gate.weight.device
-    if "gate" in names:
-        both = names["gate"], names["up"]
-        module.quantised_up = QuantisedExperts(how.numerics, both, experts, device, narrow=how.narrow)
-    if "down" in names:
-        module.quantised_down = QuantisedExperts(
-            how.numerics, (names["down"],), experts, device, smooth=how.smooth, narrow=how.narrow
+
+    def made(*kinds: str) -> QuantisedExperts:
+        stacks = [module.get_submodule(kind).get_parameter("weight") for kind in kinds]
+        return QuantisedExperts(
+            how.numerics,
+            tuple(names[kind] for kind in kinds),
+            tuple(stack.shape[1] for stack in stacks),
+            experts,
+            stacks[0].device,
+            smooth=how.smooth and kinds == ("down",),
+            narrow=how.narrow,
+            falls_back=how.fall_back,
         )
+
+    if "gate" in names:
+        module.quantised_up = made("gate", "up")
+    if "down" in names:
+        module.quantised_down = made("down")
 
 
 def _read_elsewhere(model: Decoder, local: str) -> bool:

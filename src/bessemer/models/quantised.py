@@ -120,7 +120,9 @@ class QuantisedExperts(nn.Module):
     """Makes the products of weights of all experts of a layer that read the same rows, and keeps the states of delayed
     recipes (others have none), of each expert its own.
 
-    names: of the stacked logical tensors; smooth, narrow: as of `Quantised`, with channels of each expert.
+    names: of the stacked logical tensors; sizes: how many rows each has of an expert on this rank; experts: of the
+    layer; smooth, narrow, falls_back, watch: as of `Quantised`, with channels of each expert; the experts of a layer
+    are counted together, and fall back together.
     Buffers: `history` float32 [P, X, 3, H], the newest first, of all experts of the layer on every rank that holds some
     of them: so all of them know alike whether any is still without a history, and ask each other or don't. `seen`
     float32 [P, X, 3], the amaxes of the step so far, 0 of experts that live elsewhere.
@@ -128,25 +130,32 @@ class QuantisedExperts(nn.Module):
 
     history: Tensor
     seen: Tensor
+    trouble: Tensor
 
     def __init__(
         self,
         numerics: Numerics,
         names: tuple[str, ...],
+        sizes: tuple[int, ...],
         experts: int,
         device: torch.device,
         *,
         smooth: bool = False,
         narrow: bool = False,
+        falls_back: bool = False,
     ) -> None:
         super().__init__()
-        self.numerics, self.names, self.smooth, self.narrow = numerics, names, smooth, narrow
-        self.fallen = False
+        self.numerics, self.names, self.sizes = numerics, names, sizes
+        self.smooth, self.narrow = smooth, narrow
+        self.watch: TensorWatch | None = None
+        self.falls_back, self.fallen = falls_back, False
         self.past: Tensor | None = None
         self.known = False
         self.key: tuple[int, ...] = ()
         """As of `Quantised`."""
         self.device = device
+        if falls_back:
+            self.register_buffer("trouble", torch.zeros(len(names), 2, device=device))
         if numerics.delayed:
             shape = (len(names), experts, 3)
             self.register_buffer("history", torch.zeros(*shape, numerics.history, device=device))
@@ -168,8 +177,10 @@ class QuantisedExperts(nn.Module):
 
     def products(
         self, x_TI: Tensor, counts_X: Tensor, dtype: torch.dtype, split: Split, *, keeps: bool = True
-    ) -> QuantGrouped:
-        """Of one call; see `Quantised.products`."""
+    ) -> QuantGrouped | None:
+        """Of one call; see `Quantised.products`. None: in `dtype`."""
+        if self.fallen:
+            return None
         ranks, graded = split.experts, torch.is_grad_enabled()
         own = slice(ranks.rank * counts_X.shape[0], (ranks.rank + 1) * counts_X.shape[0])
         generator = None
@@ -186,4 +197,5 @@ class QuantisedExperts(nn.Module):
             reduce=ranks.largest if ranks.shares else None,
             channels=run_channels(x_TI, counts_X, partial(ranks.largest, divided=True)) if self.smooth else None,
             coded=self.narrow and keeps and self.numerics.x.format.bits == 8,
+            watch=self.watch if graded else None,
         )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bessemer.core.model import ModelSpec
 from bessemer.models.decoder import Decoder
 from bessemer.models.quantise import Quantising, quantise
-from bessemer.models.quantised import Quantised
+from bessemer.models.quantised import Quantised, QuantisedExperts
 from bessemer.precision import Numerics
 from bessemer.precision.watch import Figures, Limits, Table, TensorWatch, Window
 
@@ -84,8 +84,8 @@ def _groups(spec: ModelSpec, how: Quantising) -> tuple[tuple[str, ...], ...]:
     return tuple(held.names for held in _held(model))
 
 
-def _held(model: nn.Module) -> Iterator[Quantised]:
-    return (m for m in model.modules() if isinstance(m, Quantised))
+def _held(model: nn.Module) -> Iterator[Quantised | QuantisedExperts]:
+    return (m for m in model.modules() if isinstance(m, Quantised | QuantisedExperts))
 
 
 def start_watch(model: nn.Module, window: Window) -> None:

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer.ops.grouped import outer_runs, product_runs
-from bessemer.precision.casts import clamped_codes, decode, decode_finite
+from bessemer.precision.casts import amax, clamped_codes, decode, decode_finite
 from bessemer.precision.formats import E4M3
 from bessemer.precision.numerics import Numerics
 from bessemer.precision.product import hadamard
-from bessemer.precision.products import ROLES
+from bessemer.precision.products import ROLES, Watch
 from bessemer.precision.scaled import TENSOR, Scaled, Scheme, quantise, scale_from
 
 __all__ = ["QuantGrouped", "run_amax", "run_channels"]
@@ -80,6 +80,8 @@ class QuantGrouped:
     channels: float32 [X, I], powers of two: x is divided and the weight multiplied by them before they are quantised
     (Smooth-SwiGLU); gradients are those of x and the weight. coded: keep x as its codes for wgrad also where that reads
     it along the other dimension, for which it is then quantised a second time.
+    watch: is shown each expert's operands and results (under scales of rows or blocks those of all together), but not
+    what wgrad quantises along rows.
     """
 
     numerics: Numerics
@@ -91,6 +93,7 @@ class QuantGrouped:
     reduce: Callable[[Tensor], Tensor] | None = None
     channels: Tensor | None = None
     coded: bool = False
+    watch: Watch | None = None
     _weight_amax: list[Tensor] = field(default_factory=list, init=False)
     _outputs: list[int] = field(default_factory=list, init=False)
     _across: Tensor | None = field(default=None, init=False)
@@ -126,6 +129,7 @@ class QuantGrouped:
             product_runs(x_wide, self._weight(w, place).transpose(1, 2), counts_X).to(self.dtype)
             for place, w in enumerate(weights)
         ]
+        self._show_results(x_TI, weights, results, counts_X)
         return results, kept
 
     def gradient(self, grad_TO: Tensor, counts_X: Tensor) -> list[Tensor] | list[_Coded]:
@@ -135,7 +139,8 @@ class QuantGrouped:
 
     def input_gradient(self, grad: list[Tensor] | list[_Coded], weights: Sequence[Tensor], counts_X: Tensor) -> Tensor:
         """Weights with scales along O, which square tiles have already."""
-        sides = [self._grad(g, counts_X) for g in grad]
+        parts: Sequence[Tensor | _Coded] = grad
+        sides = [self._grad(g, place, counts_X) for place, g in enumerate(parts)]
         turned = not self.numerics.weight.grain.symmetric
         wide = _joined([self._weight(w, place, turned=turned) for place, w in enumerate(weights)])
         return self._smoothed(product_runs(_joined(sides), wide, counts_X).to(self.dtype), counts_X)
@@ -177,9 +182,11 @@ class QuantGrouped:
         if weights:
             self._weight_amax = agreed[len(parts) :]
         made = []
-        for part, amax_X in zip(parts, agreed, strict=False):
+        for place, (part, amax_X) in enumerate(zip(parts, agreed, strict=False)):
             scale_X = self._scale(role, amax_X)
-            made.append(_Coded(self._codes(role, part, scale_X.index_select(0, experts)[:, None]), scale_X))
+            coded = _Coded(self._codes(role, part, scale_X.index_select(0, experts)[:, None]), scale_X)
+            self._show_runs(role, place, part, coded, counts_X)
+            made.append(coded)
         return made
 
     def _agreed(self, roles: list[tuple[str, int]], own: list[Tensor]) -> list[Tensor]:
@@ -232,7 +239,10 @@ class QuantGrouped:
         scheme, weight_XOI = self.numerics.weight, self._roughened(weight_XOI)
         if self._whole:
             scale = self._scale("weight", self._weight_amax[place])[:, None, None]
-            return self._values("weight", self._codes("weight", weight_XOI, scale), scale)
+            codes = self._codes("weight", weight_XOI, scale)
+            for own, *coded in zip(weight_XOI, codes, scale, strict=True) if self.watch is not None else ():
+                self._show("weight", place, own, _Coded(*coded))
+            return self._values("weight", codes, scale)
         rows = weight_XOI.transpose(1, 2).contiguous() if turned else weight_XOI
         experts, count, columns = rows.shape
         tall = max(scheme.grain.rows, 1)
@@ -240,23 +250,29 @@ class QuantGrouped:
         whole = None
         if scheme.scale_format is E4M3:
             whole = _matrix_amax(weight_XOI).repeat_interleave(filled.shape[1] // tall)[:, None]
-        made = quantise(filled.reshape(-1, columns), scheme, whole=whole).dequantise(self._work)
-        wide = made.view(experts, -1, columns)[:, :count]
+        flat = filled.reshape(-1, columns)
+        made = quantise(flat, scheme, whole=whole)
+        if self.watch is not None:
+            self.watch.operand("weight", place, flat, made)
+        wide = made.dequantise(self._work).view(experts, -1, columns)[:, :count]
         return wide.transpose(1, 2) if turned else wide
 
-    def _grad(self, grad: Tensor | _Coded, counts_X: Tensor) -> Tensor:
+    def _grad(self, grad: Tensor | _Coded, place: int, counts_X: Tensor) -> Tensor:
         if isinstance(grad, _Coded):
             return self._wide(grad, "grad", counts_X)
-        return self._along(grad, "grad", counts_X).dequantise(self._work)
+        return self._along(grad, "grad", counts_X, place).dequantise(self._work)
 
-    def _along(self, x_TC: Tensor, role: str, counts_X: Tensor) -> Scaled:
+    def _along(self, x_TC: Tensor, role: str, counts_X: Tensor, place: int = 0) -> Scaled:
         """With scales along C."""
         scheme = self._scheme(role)
         whole = None
         if scheme.scale_format is E4M3:
             experts = expert_of_rows(counts_X, x_TC.shape[0])
             whole = run_amax(x_TC, experts, counts_X.shape[0]).index_select(0, experts)[:, None]
-        return quantise(x_TC, scheme, whole=whole, generator=self._rounding(role))
+        made = quantise(x_TC, scheme, whole=whole, generator=self._rounding(role))
+        if self.watch is not None:
+            self.watch.operand(role, place, x_TC, made)
+        return made
 
     def _turned(self, x_TC: Tensor, role: str, counts_X: Tensor) -> Tensor:
         """What the codes say with scales along T, each of rows of one expert; `_filled` says how many rows that are."""
@@ -313,6 +329,28 @@ class QuantGrouped:
     def _roughened(self, weight_XOI: Tensor) -> Tensor:
         """Multiplied by the channels: the weight, and its gradient likewise."""
         return weight_XOI if self.channels is None else weight_XOI * self.channels.to(weight_XOI.dtype)[:, None]
+
+    def _show_runs(self, role: str, place: int, x_TC: Tensor, coded: _Coded, counts_X: Tensor) -> None:
+        if self.watch is None:
+            return
+        sizes = counts_X.tolist()
+        runs = (torch.split(x_TC, sizes), torch.split(coded.codes, sizes), coded.scale)
+        for own, *made in zip(*runs, strict=True):
+            self._show(role, place, own, _Coded(*made))
+
+    def _show(self, role: str, place: int, x_RC: Tensor, coded: _Coded) -> None:
+        """One expert's."""
+        assert self.watch is not None
+        made = Scaled(coded.codes, coded.scale.view(1, 1), None, amax(x_RC), self._scheme(role))
+        self.watch.operand(role, place, x_RC, made)
+
+    def _show_results(self, x_TI: Tensor, weights: Sequence[Tensor], results: list[Tensor], counts_X: Tensor) -> None:
+        if self.watch is None:
+            return
+        sizes = counts_X.tolist()
+        made = torch.split(_joined(results), sizes)
+        for expert, (x, y) in enumerate(zip(torch.split(x_TI, sizes), made, strict=True)):
+            self.watch.result(x, torch.cat([w[expert] for w in weights]), y)
 
 
 def expert_of_rows(counts_X: Tensor, rows: int) -> Tensor:
