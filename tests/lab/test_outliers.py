@@ -19,7 +19,7 @@ from bessemer.core.errors import RequestError, Stopped
 from bessemer.keep.records import read_records
 from bessemer.lab import outliers_training
 from bessemer.lab.outliers import ARMS, BASE, CHANNELS, PLAIN, SMOOTH, OutlierRun, difference_of, gather, study
-from bessemer.lab.outliers_training import Amplified, train_all
+from bessemer.lab.outliers_training import Amplified, train_all, train_one
 from bessemer.lab.progress import Progress
 from bessemer.models.decoder import Decoder
 from bessemer.models.parts import FeedForward
@@ -138,3 +138,16 @@ def test_a_study_goes_on_behind_its_finished_runs(tmp_path: Path, monkeypatch: p
     assert records == list(read_records(file)) and said.getvalue().count("is there already") == 2
     louder = study(512.0, 20, 2)
     assert len(train_all(louder, file, Progress(louder, io.StringIO()))) == 8 and len(trained) == 4 + 6 + 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # 9 runs of 100 steps, some 7 CPU seconds each: shorter ones don't tell the arms apart
+def test_plain_fp8_trains_measurably_worse_and_smooth_swiglu_mends_it() -> None:
+    """As `bessemer lab outliers --seeds 3` without its fourth arm."""
+    runs = [run for run in study(1024.0, 100, 3) if run.arm != "fp8-delayed"]
+    found = gather(runs, [train_one(run, lambda _: None) for run in runs], GEMM)
+    for key in ("val_loss", "train_loss"):
+        plain, smooth, mended = (c[key] for c in (found.comparisons[PLAIN], found.comparisons[SMOOTH], found.mended))
+        assert plain.low > 0, "the plain recipe is measurably worse than bf16"
+        assert mended.high < 0, "Smooth-SwiGLU is measurably better than the plain recipe"
+        assert abs(smooth.mean) < plain.mean / 3, "and near bf16"
