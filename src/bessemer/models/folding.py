@@ -34,13 +34,13 @@ T = TypeVar("T")
 class _Latest(Saving):
     """Remembers what the latest activation function has returned."""
 
-    made: Tensor
+    activated: Tensor
 
     def part(self, name: str, run: Callable[..., T], *inputs: Any) -> T:
         made = run(*inputs)
         if name == "activation":
             assert isinstance(made, Tensor)
-            self.made = made
+            self.activated = made
         return made
 
 
@@ -61,7 +61,9 @@ def down_scales(model: Decoder, run: Callable[[], None]) -> dict[str, Tensor]:
     def hook(name: str, module: nn.Module, inputs: tuple[Any, ...], _output: Tensor) -> None:
         agree = partial(largest, name)
         routed = isinstance(module, Experts)
-        scales[name] = run_channels(latest.made, inputs[1], agree) if routed else channel_scales(latest.made, agree)
+        scales[name] = (
+            run_channels(latest.activated, inputs[1], agree) if routed else channel_scales(latest.activated, agree)
+        )
 
     with ExitStack() as hooks:
         for path, module in model.named_modules():

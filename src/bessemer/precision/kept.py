@@ -36,7 +36,8 @@ class _KeptSwiglu(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_TF: Tensor, *_codes: Any) -> Tensor:
-        made: Tensor = swiglu_backward(_read(*ctx.saved_tensors, ctx.dtype), grad_TF)
+        codes, scale = ctx.saved_tensors
+        made: Tensor = swiglu_backward(_read(codes, scale, ctx.dtype), grad_TF)
         return made
 
 
