@@ -243,9 +243,10 @@ class Job(Frozen):
             ("train", "recompute_modules"),
             ("train", "recompute_gb"),
             ("precision", "emulate"),
-            ("precision", "watch_every"),
         ):
             kept[section].pop(key)
+        if not self.precision.fall_back:
+            kept["precision"].pop("watch_every")  # looking changes nothing
         kept["train"]["warmup_steps"] = self.train.warmup  # a default that is written out changes nothing
         return kept
 
