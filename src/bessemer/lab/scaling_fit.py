@@ -6,8 +6,9 @@ and all bootstrap samples take side by side. `DELTA` is larger than Hoffmann's 1
 about one per cent from seed to seed, and among residuals ten times `DELTA` it would be a fit of absolute values.
 
 The bootstrap is the wild one (Wu 1986; Liu 1988): each point keeps the prediction and the size of its own residual,
-with a random sign. So no point is ever missing, which few points of a designed grid can't afford, and points may
-scatter differently. It assumes that points err independently: each is trained with a seed of its own.
+with what the fit took of it put back (over 1 - leverage, HC3) and a random sign. So no point is ever missing, which
+few points of a designed grid can't afford, and points may scatter differently. It assumes that points err
+independently: each is trained with a seed of its own.
 Legend: S starts or samples, K constants, n points.
 """
 
@@ -84,11 +85,10 @@ def fit(law: Law, points: Points, *, cost: float, samples: int = 400, starts: in
     begin = _starts(law, points, rng, starts)
     found, cost_of = _descend(law, points, at, np.broadcast_to(target, (starts, count)), begin)
     best, order = found[np.argmin(cost_of)], np.argsort(cost_of)
-    predicted = law.predict(best[None], points, at)[0][0]
+    predicted, slope = (v[0] for v in law.predict(best[None], points, at))
     residual = target - np.log(predicted)
-    scale = math.sqrt(count / (count - free))
     signs = rng.choice([-1.0, 1.0], (samples, count))
-    targets = np.log(predicted) + signs * residual * scale
+    targets = np.log(predicted) + signs * residual / (1 - _leverage(slope / predicted[:, None]))
     # a sample begins at the optimum and at the other ends of the search, so that it may leave the optimum's valley
     others = found[order[np.linspace(0, starts // 4, 3).astype(int)]]
     tried = [_descend(law, points, at, targets, np.broadcast_to(o, (samples, free))) for o in others]
@@ -148,6 +148,11 @@ def _descend(law: Law, points: Points, at: Reference, targets: Array, start: Arr
         if not len(active):
             break
     return now, value
+
+
+def _leverage(jacobian: Array) -> Array:
+    """[n]: how much of its own error each point takes out of its residual; `jacobian` [n, K] of log L."""
+    return np.asarray(np.einsum("nk,kn->n", jacobian, np.linalg.pinv(jacobian)))
 
 
 def _huber(residual: Array) -> Array:
