@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bessemer.core.errors import PeerLost
@@ -23,6 +24,7 @@ from bessemer.keep.coordinator import SECRET, connect, proof
 from bessemer.keep.hub import Heard, Link, Wishes
 from bessemer.keep.process import Child, usable_cores
 from bessemer.keep.reception import RankState
+from bessemer.keep.template import ForkedChild, Template
 from bessemer.keep.wire import Frames, pack
 
 __all__ = ["ElasticAgent"]
@@ -36,6 +38,9 @@ LEASE_S = 1.5
 LEADERS_WORK_S = 600.0
 _METRICS_KEPT = 64
 _LEADERS_WORK = ("evaluating", "saving", "waiting for the last checkpoint")
+PRELOAD = ("bessemer.train.elastic_worker", "torch._dynamo", "torch._inductor", "torch.onnx",
+           "torch.distributed.fsdp", "torch.distributed.tensor")  # fmt: skip
+"""What a rank has loaded by its second step."""
 QUICK_DEATH_S = 60.0
 QUICK_DEATHS = 3
 """After so many groups in a row that died within a minute of their start, no new one is started."""
@@ -81,6 +86,7 @@ class ElasticAgent(Agent):
         self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
         self._address = f"unix:{self.place}/coordinator"
         self._coordinator: Child | None = None
+        self._template: Template | None = None
         self._link: Link | None = None
         self._names = 0
         self._lease_s = self.job.keep.lease_s or LEASE_S
@@ -94,7 +100,10 @@ class ElasticAgent(Agent):
     # ---- start
 
     def _start(self) -> None:
+        self._start_template()
         self.vault.start(self._hub)
+        if self._template is not None:
+            self._template.await_ready()
         self._start_coordinator()
         wanted = self.job.replicas + self.job.keep.spares
         for _ in range(wanted):
@@ -103,6 +112,21 @@ class ElasticAgent(Agent):
         text = f"{self.job.replicas} groups of {self.block} ranks{spares}, job {self.job.hash}"
         self.journal.printer.line("run", text, "bold")
         self._watch_ranks()
+
+    def _start_template(self) -> None:
+        """Of which ranks are forked, where they are a module's main()."""
+        if tuple(self.options.command[:-1]) != (sys.executable, "-m"):
+            return
+        log = self.folder.path / "logs" / "template.log"
+        environment = {**self._environment(0), "OMP_NUM_THREADS": self._threads}
+        self._template = Template(self.options.command[-1], PRELOAD, env=environment, log=log)
+        self._template.start()
+        self._hub.watch(self._template.child.pidfd, self._template)
+
+    def _new_child(self, environment: dict[str, str], log: Path) -> Child:
+        if self._template is None:
+            return Child(self.options.command, environment, log)
+        return ForkedChild(self._template, self.options.command, environment, log, self._give_sign)
 
     def _start_coordinator(self) -> None:
         command = [sys.executable, "-m", "bessemer.keep.coordinator", "--address", self._address]
@@ -135,13 +159,14 @@ class ElasticAgent(Agent):
             number = name * self.block + place
             state = self.ranks[number] = RankState(number)
             environment = self._member_environment(name, place, joins)
-            state.child = Child(self.options.command, environment, self.folder.log_file(number))
+            state.child = self._new_child(environment, self.folder.log_file(number))
             state.child.start()
             self._hub.watch(state.child.pidfd, state)
+            forked = isinstance(state.child, ForkedChild) and state.child.forked
+            self.journal.event("rank_started", rank=number, group=name, pid=state.child.pid, forked=forked)
             group.states.append(state)
 
     def _member_environment(self, group: int, place: int, joins: bool) -> dict[str, str]:
-        threads = str(max(1, usable_cores() // self.world_size))
         ours = {
             "RANK": str(place),
             "WORLD_SIZE": str(self.block),
@@ -154,7 +179,11 @@ class ElasticAgent(Agent):
             "BESSEMER_COORDINATOR": self._address,
             SECRET: self._secret,
         }
-        return {"OMP_NUM_THREADS": threads, **self._environment(place), **ours}
+        return {"OMP_NUM_THREADS": self._threads, **self._environment(place), **ours}
+
+    @property
+    def _threads(self) -> str:
+        return str(max(1, usable_cores() // self.world_size))
 
     # ---- watch
 
@@ -167,6 +196,8 @@ class ElasticAgent(Agent):
         if heard.link is not None and heard.link is self._link:
             if heard.record is not None and heard.record["kind"] == "event":
                 self._from_coordinator(heard.record["event"], heard.record["fields"])
+        elif heard.watched is self._template and heard.watched is not None:
+            self._on_template_end()
         elif heard.watched is self._coordinator and heard.watched is not None:
             self._on_coordinator_end()
         elif heard.link is not None and heard.record is not None and heard.record.get("kind") == "metric":
@@ -207,8 +238,7 @@ class ElasticAgent(Agent):
     def _watch_ranks(self) -> None:
         """Every so often: a sign of life, and a look at those that stand still."""
         self._later(WATCH_S, self._watch_ranks)
-        if self._link is not None:
-            self._link.send({"kind": "alive"})
+        self._give_sign()
         now = time.monotonic()
         for group in [g for g in self._groups.values() if not g.lost]:
             for state in group.states:
@@ -222,6 +252,16 @@ class ElasticAgent(Agent):
                 else:
                     self._stopped_since.pop(state.rank, None)
         self._watch_progress(now)
+
+    def _give_sign(self) -> None:
+        if self._link is not None:
+            self._link.send({"kind": "alive"})
+
+    def _on_template_end(self) -> None:
+        assert self._template is not None
+        why = self._template.ended()
+        text = f"new ranks are fresh interpreters from now on, which start more slowly: the template {why}"
+        self.journal.event("warning", message=text, rank=None)
 
     def _watch_progress(self, now: float) -> None:
         """Where no step comes true for too long, the groups that others wait for are lost."""
@@ -308,3 +348,5 @@ class ElasticAgent(Agent):
         if self._coordinator is not None:
             self._coordinator.kill_session()
         super()._clear()
+        if self._template is not None:
+            self._template.close()

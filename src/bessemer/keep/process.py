@@ -62,6 +62,10 @@ class Child:
                 output.close()
         self.pidfd = os.pidfd_open(self._process.pid)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close_input(self) -> None:
         """Ends the pipe that a vault reads."""
         if self._process.stdin is not None:
