@@ -51,7 +51,7 @@ def _same_scales(ranks: Ranks) -> int:
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block128", "nvfp4"])
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2, "schedule": "zb-h1"}], ids=str)
-def test_data_and_pipeline_ranks_equal_one_process_bitwise(recipe: str, layout: dict[str, object]) -> None:
+def test_data_and_pipeline_ranks_equal_one_process_bitwise(recipe: str, layout: dict[str, Any]) -> None:
     """Also with weight gradients put off, and with gradients rounded stochastically (nvfp4)."""
     one, ranks = both(_case(recipe, 3, **layout))
     assert [r["losses"] for r in ranks] == [one["losses"]] * 2
@@ -77,11 +77,9 @@ def test_data_and_pipeline_ranks_equal_one_process_bitwise(recipe: str, layout: 
     ids=str,
 )
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
-def test_ranks_of_a_sequence_scale_whole_tensors_of_an_expert(
-    recipe: str, layout: dict[str, object], shared: int
-) -> None:
+def test_ranks_of_a_sequence_scale_whole_tensors_of_an_expert(recipe: str, layout: dict[str, Any], shared: int) -> None:
     """Halves of very different size of every expert's width: the scale must be that of the whole."""
-    more = {"model": {"num_key_value_heads": 4}} if layout.get("tp") == 4 else {}
+    more: dict[str, Any] = {"model": {"num_key_value_heads": 4}} if layout.get("tp") == 4 else {}
     one, ranks, found = _compared(_case(recipe, uneven=True, **layout, **more))
     assert found["first loss"] < 1e-6 and found["gradient"] < FLIPPED, found
     assert _same_scales(ranks) == shared
@@ -90,7 +88,7 @@ def test_ranks_of_a_sequence_scale_whole_tensors_of_an_expert(
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2, **SP, "ep": 2}, {"tp": 2, "etp": 2}, {"cp": 2}], ids=str)
-def test_blocks_within_a_sequence(layout: dict[str, object]) -> None:
+def test_blocks_within_a_sequence(layout: dict[str, Any]) -> None:
     """A rank's tokens in the blocks of wgrad, and its part of a row, have scales of their own."""
     *_, found = _compared(_case("fp8-block128", **layout))
     assert found["first loss"] < 1e-6 and found["gradient"] < FLIPPED, found
@@ -107,7 +105,7 @@ def test_blocks_within_a_sequence(layout: dict[str, object]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_that_see_several_micro_batches_at_once(recipe: str, layout: dict[str, object], shared: int) -> None:
+def test_experts_that_see_several_micro_batches_at_once(recipe: str, layout: dict[str, Any], shared: int) -> None:
     """Experts shared out over data-parallel ranks scale the rows of all their micro-batches together, where one process
     scales them one after the other. With scales that are powers of two only what leaves the normal numbers differs.
     Histories take the maximum over micro-batches either way."""
@@ -126,7 +124,7 @@ def _no_agreement() -> None:
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "etp": 2}, {"tp": 2, **SP}], ids=str)
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
-def test_without_the_agreement_on_scales_the_tests_above_fail(recipe: str, layout: dict[str, object]) -> None:
+def test_without_the_agreement_on_scales_the_tests_above_fail(recipe: str, layout: dict[str, Any]) -> None:
     one, ranks = both(_case(recipe, uneven=True, sabotage=_no_agreement, **layout))
     with pytest.raises(AssertionError, match="ranks differ"):
         _same_scales(ranks)

@@ -69,7 +69,9 @@ def test_experts_of_every_block_run_the_recipe_but_where_asked() -> None:
     parts = toy_parts(job_of("fp8-current", "deepseek_v3"))
     found = [m.names for m in parts.module.modules() if isinstance(m, QuantisedExperts)]
     assert ("mtp.0.mlp.experts.gate", "mtp.0.mlp.experts.up") in found and len(found) == 4
-    said = {row["layer"]: row["runs"] for row in choice(parts.spec, quantising(parts.job))}
+    how = quantising(parts.job)
+    assert how is not None
+    said = {row["layer"]: row["runs"] for row in choice(parts.spec, how)}
     assert [said[f"mlp.experts.{kind}"] for kind in ("gate", "up", "down")] == ["fp8-current"] * 3
 
 
