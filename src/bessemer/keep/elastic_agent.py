@@ -20,8 +20,8 @@ from typing import Any
 
 from bessemer.core.errors import PeerLost
 from bessemer.keep.agent import Agent
-from bessemer.keep.coordinator import SECRET, connect, proof
 from bessemer.keep.hub import Heard, Link, Wishes
+from bessemer.keep.links import SECRET, await_challenge, connect, proof
 from bessemer.keep.process import Child, usable_cores
 from bessemer.keep.reception import RankState
 from bessemer.keep.template import ForkedChild, Template
@@ -73,6 +73,10 @@ class _Progress:
         if len(self.lengths) < 5:
             return float("inf")  # the first steps load and compile, and say nothing of the others
         return max(LEAST_HANG_S, 5 * sorted(self.lengths)[int(0.99 * (len(self.lengths) - 1))])
+
+    @property
+    def usual_s(self) -> float:
+        return sorted(self.lengths)[len(self.lengths) // 2]
 
 
 class ElasticAgent(Agent):
@@ -247,7 +251,8 @@ class ElasticAgent(Agent):
                 if state.child.stopped():
                     since = self._stopped_since.setdefault(state.rank, now)
                     if now - since > self._lease_s:
-                        self._lose(group, f"rank {state.rank} is stopped for {self._lease_s:g} s", state)
+                        why = f"rank {state.rank} is stopped for {self._lease_s:g} s"
+                        self._lose(group, why, state, silent_s=now - since)
                         break
                 else:
                     self._stopped_since.pop(state.rank, None)
@@ -273,7 +278,8 @@ class ElasticAgent(Agent):
         if waiting and behind:
             for group in behind:
                 state = next(s for s in group.states if s.phase != "summing")
-                self._lose(group, f"rank {state.rank} makes no progress in {state.phase}", state)
+                silent_s = now - self._progress.last - self._progress.usual_s
+                self._lose(group, f"rank {state.rank} makes no progress in {state.phase}", state, silent_s=silent_s)
 
     def _excused(self, group: _Group, now: float) -> bool:
         """Whether it does what only the group that leads does."""
@@ -295,13 +301,14 @@ class ElasticAgent(Agent):
     def _on_failed(self, state: RankState) -> None:
         """A rank that said why it fails ends by itself; what follows is decided at its end."""
 
-    def _lose(self, group: _Group, why: str, state: RankState) -> None:
-        """The group is gone: say so, end what is left of it, and start another in its place."""
+    def _lose(self, group: _Group, why: str, state: RankState, *, silent_s: float = 0.0) -> None:
+        """The group is gone: say so, end what is left of it, and start another in its place. silent_s: how long ago the
+        first trace was."""
         group.lost = True
         state.failed_at = time.monotonic()
         how: dict[str, Any] = {} if state.exit_code is None else {"exit_code": state.exit_code}
         self.journal.event("rank_lost", rank=state.rank, group=group.name, why=why, step=state.step,
-                           phase=state.phase, **how)  # fmt: skip
+                           phase=state.phase, silent_s=silent_s, **how)  # fmt: skip
         if self._link is not None:
             self._link.send({"kind": "lost", "group": group.name, "incarnation": 0, "why": why})
         for other in group.states:

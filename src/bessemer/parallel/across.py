@@ -138,6 +138,8 @@ class Across:
         self._error: BaseException | None = None
         self._ready = threading.Event()
         self._alone = connect is None
+        self.connect_s = 0.0
+        """How long sums waited for the link to be made."""
         if connect is not None:
             threading.Thread(target=self._connect, args=(connect,), name="bessemer-epoch", daemon=True).start()
 
@@ -154,7 +156,9 @@ class Across:
         """
         if self._alone:
             return
+        begin = time.perf_counter()
         self._wait(self._ready.is_set)
+        self.connect_s += time.perf_counter() - begin
         link = self._link
         if link is None:
             raise GivenUp(f"no link: {self._error}", failed=True)

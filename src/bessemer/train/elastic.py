@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bessemer.core.errors import BessemerError
 from bessemer.core.job import Job
 from bessemer.data import Reader
 from bessemer.data.cursor import deal, units_of_step
@@ -33,6 +34,9 @@ from bessemer.train.step import StepResult
 from bessemer.train.transfer import Landing, Snapshot, send
 
 __all__ = ["Connector", "ElasticLoop", "group_job"]
+
+FENCED_S = 2.0
+"""A rank that fails waits this long for word that its group is no part of the run any more."""
 
 
 def group_job(job: Job) -> Job:
@@ -53,11 +57,13 @@ class Connector:
 
 @dataclass
 class _Work:
-    """What this rank has of the step that is under way. `summed`: the sum that it has voted for, and in which epoch."""
+    """What this rank has of the step that is under way, since `start`, and what of its time new epochs took: waiting in
+    sums that came to nothing, and running what lost groups had to."""
 
     kept: Kept
-    summed: Buffers | None = None
     start: float = 0.0
+    waited_s: float = 0.0
+    redone_s: float = 0.0
 
 
 @dataclass
@@ -77,6 +83,18 @@ class ElasticLoop(Loop):
         self._epoch: Epoch | None = None
         self._across: Across | None = None
         self._sent: set[tuple[int, int]] = set()
+        self.cohort.share_of = self._share
+
+    def run(self) -> None:
+        """As `Loop.run`. Raises Fenced or Released where that is why it fails: a rank of the group that has heard of it
+        first has left the others in the midst of what they do together."""
+        try:
+            super().run()
+        except BessemerError:
+            raise
+        except Exception:
+            self.cohort.check(within_s=FENCED_S)
+            raise
 
     @property
     def job(self) -> Job:
@@ -173,10 +191,19 @@ class ElasticLoop(Loop):
 
     def _sum(self, step: int, work: _Work) -> Buffers:
         """The sum of step `step` over all groups, once it is true."""
+        known, dealt = self._epoch, None  # type: Epoch | None, set[int] | None
         while True:
             epoch = self._enter(step)
-            if not self._compute(step, epoch, work):
+            share = self._share(step, epoch)
+            dealt = set(share) if dealt is None else dealt
+            todo = [u for u in share if u not in work.kept.units]
+            begin = time.perf_counter()
+            complete = self._compute(step, epoch, work, todo)
+            others = sum(u not in dealt for u in todo)
+            work.redone_s += (time.perf_counter() - begin) * others / max(1, len(todo))
+            if not complete:
                 continue  # a newer epoch has come
+            begin = time.perf_counter()
             total = work.kept.buffers.copy()
             self.reporter.phase(step + 1, "summing")
             assert self._across is not None
@@ -187,10 +214,19 @@ class ElasticLoop(Loop):
                 if gone.failed:
                     self.cohort.stuck(epoch.number, str(gone))
                 self.cohort.await_epoch(epoch.number + 1)
-                continue
-            self.cohort.vote(epoch.number, step, total.digest())
-            if self.cohort.await_outcome(epoch.number, step):
-                return total
+            else:
+                self.cohort.vote(epoch.number, step, total.digest())
+                if self.cohort.await_outcome(epoch.number, step):
+                    if epoch is not known:
+                        self._tell_cost(step, epoch, work)
+                    return total
+            work.waited_s += time.perf_counter() - begin
+
+    def _tell_cost(self, step: int, epoch: Epoch, work: _Work) -> None:
+        """What new epochs cost this group in a step that is true now."""
+        assert self._across is not None
+        spent = {"waited_s": work.waited_s, "redone_s": work.redone_s, "connect_s": self._across.connect_s}
+        self._event_of_group("adapted", step=step + 1, epoch=epoch.number, **spent)
 
     def _agreed_epoch(self) -> int:
         """The newest epoch that any rank of this group has heard of."""
@@ -213,10 +249,9 @@ class ElasticLoop(Loop):
         self._donate(step, epoch)
         return epoch
 
-    def _compute(self, step: int, epoch: Epoch, work: _Work) -> bool:
-        """Run the units of this group's share that it hasn't run yet. False once a newer epoch has come."""
+    def _compute(self, step: int, epoch: Epoch, work: _Work, todo: list[int]) -> bool:
+        """Run these units of this group's share. False once a newer epoch has come."""
         passes, parallel = self.parts.step.passes, self.parts.parallel
-        todo = [u for u in self._share(step, epoch) if u not in work.kept.units]
         each = self.job.micro_batches
         ids = [batch for unit in todo for batch in self._micro_batches(step, unit)]
         with Reader(self.train_data, ids, self.job.data.workers) as reader:
@@ -234,6 +269,8 @@ class ElasticLoop(Loop):
     def _share(self, step: int, epoch: Epoch) -> tuple[int, ...]:
         """What the epoch deals to this group. Shares of later steps of the same epoch follow from it alone."""
         me = self.cohort.seat.group
+        if step >= self.job.train.steps:
+            return ()
         if epoch.step == step:
             return epoch.shares.get(me, ())
         if me not in epoch.active:
