@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parallel.parity import whole
-from parallel.precision_parity import FAMILIES, Case, both, excess, job_of, one_history
+from parallel.precision_parity import FAMILIES, Case, both, excess, job_of, one_history, record
 from ranks import run_ranks
 from torch import Tensor
 from train.loops import small_job, train
@@ -150,6 +150,19 @@ def test_recomputing_changes_no_bit(family: str, recompute: str) -> None:
         states.append({n: t.detach().clone() for n, t in tensors.items()})
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
+
+
+def test_agreeing_once_more_changes_no_bit() -> None:
+    """Context ranks: the channels of a shared expert are agreed on again where the experts are made again."""
+    fields: dict[str, Any] = {"cp": 2, **SMOOTH}
+    plain, again = (
+        run_ranks(2, record, Case(job_of("fp8-delayed", "deepseek_v3", train={"recompute": policy}, **fields), 1))
+        for policy in ("none", "full")
+    )
+    for one, other in zip(plain, again, strict=True):
+        assert one["losses"] == other["losses"]
+        for (name, *_, tensor), (_, *_, found) in zip(one["state"], other["state"], strict=True):
+            assert (tensor == found).all(), name
 
 
 def test_data_and_pipeline_ranks_equal_one_process_bitwise() -> None:
