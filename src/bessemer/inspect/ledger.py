@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.inspect.chain import Chain, Link, build_chain, weakest
+from bessemer.inspect.interruptions import charged
 from bessemer.inspect.run_records import RunRecords, read_run
 from bessemer.inspect.wall_time import WallTime
 
@@ -86,7 +87,8 @@ def read_ledger(folder: Path, reference: Path | None = None) -> Ledger:
 
 def ledger_of(run: RunRecords, reference: RunRecords | None = None) -> Ledger:
     """The ledger of records that were read before."""
-    chain = build_chain(run, reference)
+    run = charged(run)
+    chain = build_chain(run, None if reference is None else charged(reference))
     factors = {
         "generality": _ratio(chain, chain.useful, chain.paths),
         "effective_compute": _ratio(chain, chain.paths, chain.kernels),

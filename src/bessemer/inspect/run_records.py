@@ -25,7 +25,8 @@ FAILURES = ("rank_lost", "failed")
 class StepRecord:
     """One line of metrics.jsonl: `step` counts from 1, times in seconds, `t` when it was noted (unix seconds).
 
-    comm_s is what the ranks waited for each other, on average, with nothing else to do.
+    comm_s is what the ranks waited for each other, on average, with nothing else to do. lost_s: seconds by cause that
+    are no part of step_s any more (`inspect.interruptions`).
     """
 
     step: int
@@ -33,6 +34,12 @@ class StepRecord:
     step_s: float
     comm_s: float
     t: float
+    lost_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def took_s(self) -> float:
+        """From its begin to its commit."""
+        return self.step_s + sum(self.lost_s.values())
 
 
 @dataclass

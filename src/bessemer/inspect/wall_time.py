@@ -20,7 +20,11 @@ CAUSES = {
     "checkpoint": "stalls for checkpoints",
     "evaluation": "evaluation",
     "between_steps": "between steps",
+    "detection": "faults that were not known yet",
+    "epoch": "links of new epochs",
     "redone": "work that was lost and done again",
+    "donor": "copies of the state for groups that join",
+    "fewer": "steps with fewer groups than wanted",
     "restart": "lost ranks: down, and starting again",
     "tail": "after the last step",
 }
@@ -65,17 +69,19 @@ def _split(attempt: Attempt, after: Attempt | None, again: bool) -> dict[str, fl
     end_t = max(attempt.end_t, kept_t, *_cut_t(after))
     lost_t = _lost_until(attempt, after, kept_t, end_t)
     inside, behind = _stalls(attempt, ready_t, kept_t), _stalls(attempt, lost_t, end_t)
-    room = kept_t - ready_t - sum(s.step_s for s in attempt.steps)
+    room = kept_t - ready_t - sum(s.took_s for s in attempt.steps)
     checkpoint, evaluation, between = _fill(room, inside)
     late_checkpoint, late_evaluation, tail = _fill(end_t - lost_t, behind)
     gap = after.start_t - end_t if after is not None and not attempt.ended_on_request else 0.0
     down = after is not None and not attempt.ended_on_request
+    within = {cause: sum(s.lost_s.get(cause, 0.0) for s in attempt.steps) for cause in CAUSES}
     return {
+        **within,
         "set_up": 0.0 if again else ready_t - attempt.start_t,
         "checkpoint": checkpoint + late_checkpoint,
         "evaluation": evaluation + late_evaluation,
         "between_steps": between,
-        "redone": lost_t - kept_t,
+        "redone": within["redone"] + lost_t - kept_t,
         "restart": (ready_t - attempt.start_t if again else 0.0) + gap + (tail if down else 0.0),
         "tail": 0.0 if down else tail,
     }
@@ -87,7 +93,7 @@ def _ready_t(attempt: Attempt) -> float:
     if first is None:
         return max((float(e["t"]) for e in attempt.named("ready", "loaded")), default=attempt.end_t)
     evaluation = sum(_seconds(e) for e in attempt.named("eval") if float(e["t"]) <= first.t)
-    return max(attempt.start_t, first.t - first.step_s - evaluation)
+    return max(attempt.start_t, first.t - first.took_s - evaluation)
 
 
 def _lost_until(attempt: Attempt, after: Attempt | None, kept_t: float, end_t: float) -> float:
