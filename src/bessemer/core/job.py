@@ -145,7 +145,8 @@ class KeepSection(Frozen):
     min_replicas: int | None = Field(default=None, gt=0)
     spares: int = Field(default=0, ge=0)
     unit: int | None = Field(default=None, gt=0)  # samples whose gradient is taken together; default: see `Job.unit`
-    memory_every: int = Field(default=0, ge=0)
+    memory_every: int = Field(default=0, ge=0)  # steps between copies in memory, which outlive the ranks; 0: none
+    restarts: int = Field(default=0, ge=0)  # how often in a row all ranks are started again after one has died
     sums: Literal["fast", "exact"] | None = None  # across groups: floating point (default), or independent of grouping
     lease_s: float | None = Field(default=None, gt=0)  # how long a host or a stopped rank may be silent; default: 1.5
 

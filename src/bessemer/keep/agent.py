@@ -25,12 +25,14 @@ from bessemer.core.errors import BessemerError, RequestError
 from bessemer.core.job import Job
 from bessemer.keep.hub import Heard, Hub, Interrupted, Wishes, signals_into, signals_raise
 from bessemer.keep.journal import Journal
+from bessemer.keep.manifest import steps_in
 from bessemer.keep.process import Child, usable_cores
 from bessemer.keep.progress import Printer
 from bessemer.keep.reception import RankState, Reception
+from bessemer.keep.restarts import Ladder
 from bessemer.keep.run_folder import RunFolder, short_path
 from bessemer.keep.vault_host import VaultHost
-from bessemer.keep.verdict import Ending, stopped_early
+from bessemer.keep.verdict import Ending, cause_of, stopped_early
 from bessemer.keep.wire import private_dir, short_temp_dir
 
 __all__ = ["Agent", "Options", "Timeouts", "run"]
@@ -149,6 +151,8 @@ class Agent:
         self._hub = Hub(place / "agent")
         self._plan: list[tuple[float, Callable[[], None]]] = []
         self._failing = False
+        self._ladder = Ladder(self.job.keep.restarts)
+        self._restarts, self._source = 0, ""
         self._killed = ""  # why we ended ranks by force
 
     def run(self) -> int:
@@ -160,12 +164,17 @@ class Agent:
                 self._clear()
                 raise
             try:
-                while any(not state.gone for state in self.ranks.values()):
-                    self._turn(wishes)
+                self._watch_to_the_end(wishes)
+                while self._start_again(wishes):
+                    self._watch_to_the_end(wishes)
                 self._end_vault(wishes)
             finally:
                 self._clear()
         return self._conclude()
+
+    def _watch_to_the_end(self, wishes: Wishes) -> None:
+        while any(not state.gone for state in self.ranks.values()):
+            self._turn(wishes)
 
     def _clear(self) -> None:
         """Whatever happened, no child outlives this."""
@@ -178,6 +187,11 @@ class Agent:
 
     def _start(self) -> None:
         self.vault.start(self._hub)
+        self._start_ranks()
+        name, ranks = short_path(self.folder.path), self.world_size
+        self.journal.printer.line("run", f"{name}  {ranks} rank{'s' if ranks > 1 else ''}, job {self.job.hash}", "bold")
+
+    def _start_ranks(self) -> None:
         for state in self.ranks.values():
             state.child = Child(self.options.command, self._environment(state.rank), self.folder.log_file(state.rank))
             try:
@@ -187,8 +201,34 @@ class Agent:
                     f"the ranks' command {self.options.command[0]!r} can't be run: {error.strerror}", code="bad-command"
                 ) from error
             self._hub.watch(state.child.pidfd, state)
-        name, ranks = short_path(self.folder.path), self.world_size
-        self.journal.printer.line("run", f"{name}  {ranks} rank{'s' if ranks > 1 else ''}, job {self.job.hash}", "bold")
+
+    def _start_again(self, wishes: Wishes) -> bool:
+        """After the end of all ranks: start them again, where one has died and another start may end otherwise."""
+        cause = cause_of(self._judged())
+        wished = wishes.names or self.reception.stopping or self._killed or self.journal.broken
+        if cause is None or wished or not self._ladder.budget:
+            return False
+        source = self._ladder.climb(cause, self.journal.step, len(steps_in(self.folder.path / "checkpoints")))
+        if source is None:
+            return False
+        self.journal.start_again()
+        self._restarts += 1
+        about = {"job_hash": self.job.hash, "identity": self.job.identity, "world_size": self.world_size}
+        self.journal.event("start", **about, restart=self._restarts, source=source, host=socket.gethostname())
+        text = f"all ranks, in place, from {source.partition(':')[0]} ({self._ladder.taken} of {self._ladder.budget})"
+        self.journal.printer.line("restart", text, "yellow")
+        self._source = source
+        self._plan, self._failing = [], False
+        if not self.vault.running:
+            self.vault.start(self._hub)
+        self._reset_ranks()
+        return True
+
+    def _reset_ranks(self) -> None:
+        """New ranks in the places of those that have ended; the vault lives on."""
+        for rank in self.ranks:
+            self.ranks[rank] = RankState(rank)
+        self._start_ranks()
 
     def _environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set, and where agent, vault, store and run folder are. The user's own settings of
@@ -202,9 +242,10 @@ class Agent:
             "LOCAL_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "0",  # unused: the ranks meet in a file, since a TCP store would listen on all interfaces
-            "BESSEMER_STORE": str(self.place / "store"),
+            "BESSEMER_STORE": str(self.place / f"store{self._restarts}"),  # that of dead ranks is full of their keys
             "BESSEMER_AGENT": str(self.place / "agent"),
             "BESSEMER_RUN": str(self.folder.path),
+            "BESSEMER_RESTORE": self._source,
             "PYTHONUNBUFFERED": "1",
         }
         return {**usual, **os.environ, **ours, **self.vault.environment()}
@@ -318,8 +359,12 @@ class Agent:
         return self.ranks.values()
 
     def _conclude(self) -> int:
+        ranks = list(self._judged())
+        first = self._ladder.first
+        if first is not None and cause_of(ranks) is not None:
+            ranks = [first]  # what came after it may be no more than its consequence
         return Ending(
-            ranks=self._judged(),
+            ranks=ranks,
             journal=self.journal,
             stopping=self.reception.stopping,
             trouble=self._killed or self.journal.broken or self.vault.lost_text(ranks_run=False),

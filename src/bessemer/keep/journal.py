@@ -52,7 +52,7 @@ class Journal:
         if name == "loaded" and not self.loaded:
             self.loaded = True
             self._go_on_from(int(record.get("step") or 0))
-        if name in ("loaded", "saved"):
+        if name in ("loaded", "saved") and record.get("source") != "memory":  # memory ends with this run
             self.saved = (int(record.get("step") or 0), Path(record["path"])) if record.get("path") else None
         if name in _ENDS:
             self.end = name
@@ -62,6 +62,11 @@ class Journal:
         shown = event_line(record)
         if shown is not None:
             self.printer.line(*shown)
+
+    def start_again(self) -> None:
+        """The ranks are started again: the next `loaded` is again the first."""
+        self.tell_untold()
+        self.loaded, self.end = False, ""
 
     def tell_untold(self) -> None:
         """Records a checkpoint that this attempt made durable after the rank that would have told of it was gone."""

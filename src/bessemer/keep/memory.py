@@ -32,7 +32,19 @@ from bessemer.core.errors import CheckpointError
 from bessemer.keep.slices import DTYPE_BYTES, Box
 from bessemer.keep.writer import Block
 
-__all__ = ["COMMITTED", "GENERATIONS", "WRITING", "Entry", "Geometry", "Header", "Memory", "available_bytes", "place"]
+__all__ = [
+    "COMMITTED",
+    "GENERATIONS",
+    "WRITING",
+    "Digest",
+    "Entry",
+    "Geometry",
+    "Header",
+    "Memory",
+    "available_bytes",
+    "digest_of",
+    "place",
+]
 
 GENERATIONS = 2
 EMPTY, WRITING, COMMITTED = 0, 1, 2
@@ -113,6 +125,20 @@ class Header:
     layout_hash: int
 
 
+@dataclass(frozen=True)
+class Digest:
+    """The xxh3_64 of what a generation holds at `step`: of layout and meta, and of each block in their order."""
+
+    step: int
+    meta: int
+    blocks: tuple[int, ...]
+
+
+def digest_of(block: Block) -> int:
+    """The xxh3_64 of a block's bytes."""
+    return xxhash.xxh3_64_intdigest(block.data)
+
+
 class Memory:
     """The two generations of one rank, mapped. The vault makes it by `create`, the rank by `attach`."""
 
@@ -187,6 +213,39 @@ class Memory:
             for e in entries
         ]  # fmt: skip
         return header.step, meta, blocks
+
+    def digest(self, generation: int) -> Digest | None:
+        """The checksums of a committed generation, at about the speed at which memory is read. None where it isn't
+        committed, or stops being so meanwhile: its owner goes on and writes there whenever it likes."""
+        before = self.header(generation)
+        if before.state != COMMITTED:
+            return None
+        _, _, blocks = self.read(generation)
+        found = Digest(before.step, self._meta_digest(generation, before), tuple(map(digest_of, blocks)))
+        return found if self.header(generation) == before else None
+
+    def check(self, generation: int, known: Digest) -> Header:
+        """The header of a generation that is committed, at the digest's step and with its meta; its data isn't read.
+        CheckpointError (checkpoint-damaged)."""
+        header = self.header(generation)
+        if header.state != COMMITTED or header.step != known.step:
+            raise CheckpointError(f"the copy of step {known.step} has gone from the memory", code="checkpoint-damaged")
+        if self._meta_digest(generation, header) != known.meta:
+            raise CheckpointError(f"what the copy of step {known.step} says of itself is damaged",
+                                  code="checkpoint-damaged")  # fmt: skip
+        return header
+
+    def forget(self, generation: int) -> None:
+        """What it holds no longer counts."""
+        self._set(generation, Header(EMPTY, 0, 0, 0, 0))
+
+    def _meta_digest(self, generation: int, header: Header) -> int:
+        """Of layout and meta together."""
+        at, geometry = self._at(generation), self.geometry
+        found = xxhash.xxh3_64()
+        found.update(self.mapping[at + mmap.PAGESIZE : at + mmap.PAGESIZE + header.layout_used])
+        found.update(self.mapping[at + geometry.meta_at : at + geometry.meta_at + header.meta_used])
+        return found.intdigest()
 
     def close(self) -> None:
         """Close the descriptor; the mapping goes with its last view."""

@@ -59,8 +59,12 @@ def _unit(job: Job) -> Iterator[Problem]:
 
 def _mode(job: Job) -> Iterator[Problem]:
     keep, default = job.keep, KeepSection()
+    if keep.memory_every and not keep.restarts:
+        what = f"memory_every = {keep.memory_every} has no effect with restarts = 0"
+        why = "copies in memory are for ranks that are started again; without, the run and its memory end"
+        yield _problem("ignored-setting", "keep.memory_every", what, why=why, fix="keep.restarts = 3, or delete it")
     if keep.mode == "restart":
-        for name in ("min_replicas", "spares", "memory_every", "sums", "lease_s"):
+        for name in ("min_replicas", "spares", "sums", "lease_s"):
             value = getattr(keep, name)
             if value != getattr(default, name):
                 shown = f'"{value}"' if isinstance(value, str) else value

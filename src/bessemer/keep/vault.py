@@ -8,10 +8,14 @@ It ends by itself when standard input has ended (its parent closed it, or is gon
 is left to write. Signals that a whole job is sent are ignored, since ranks still save after them.
 
 Messages (JSON behind its length, see `wire.py`):
-    rank -> vault   hello{protocol, rank, world_size, local_world_size}   reserve{layout_bytes, meta_bytes, data_bytes}
-                    save{step, generation}   (layout, meta and tensors lie in the memory itself, committed)
+    rank -> vault   hello{protocol, rank, world_size, local_world_size}
+                    reserve{step, layout_bytes, meta_bytes, data_bytes}
+                    save{step, generation}   hold{step, generation}   (layout, meta and tensors lie in the memory
+                    itself, committed; what is held stays there and isn't written)
     vault -> rank   welcome{}   memory{..., busy} with the descriptor   refused{code, message}   free{generation}
                     saved{step, path, seconds, bytes, deleted}   failed{step, code, message, fix}   dropped{step}
+Whoever wants to read copies needs no hello: copies{} -> copies{ranks} once all checksums are there,
+copy{rank} -> copy{rank, ..., digests} with the descriptor, settle{} -> settled{} once nothing is being written.
 """
 
 from __future__ import annotations
@@ -33,9 +37,10 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.core.errors import BessemerError, CheckpointError
-from bessemer.keep.memory import Geometry, Memory
+from bessemer.keep.memory import Geometry
 from bessemer.keep.retention import Retention
-from bessemer.keep.vault_steps import MemoryCopy, Seat, StepOptions, Steps, say
+from bessemer.keep.vault_copies import Copies
+from bessemer.keep.vault_steps import Seat, StepOptions, Steps, say
 from bessemer.keep.wire import Frames, WireError, listen, pack
 from bessemer.keep.writer import SHARD_BYTES, Fault, WriteOptions, clean_leftovers, own_token
 
@@ -71,7 +76,8 @@ class Vault:
         self._server = listen(self.socket)
         self._connections: set[socket.socket] = set()
         self._clients: dict[int, _Client] = {}  # by rank
-        self._copies: dict[int, MemoryCopy] = {}
+        self._copies = Copies(self._steps.post)
+        self._unsettled: list[_Client] = []  # who wants to hear that nothing is being written
         self._parent, self._parent_gone = sys.stdin.fileno(), False
 
     def run(self) -> None:
@@ -89,6 +95,7 @@ class Vault:
                 for key, mask in sorted(self._selector.select(), key=lambda event: event[0].fileobj is self._server):
                     self._handle(key, mask)
         finally:
+            self._copies.close()
             self._steps.close()
             self._selector.close()
             for link in (*self._connections, self._server):
@@ -98,6 +105,7 @@ class Vault:
     def _handle(self, key: selectors.SelectorKey, mask: int) -> None:
         if key.fileobj is self._steps.wake:
             self._steps.drain()
+            self._tell_settled()
         elif key.fileobj == self._parent:
             if not os.read(self._parent, 4096):
                 self._parent_gone = True
@@ -179,14 +187,39 @@ class Vault:
         op, seat = message["op"], client.seat
         if op == "hello":
             self._hello(client, message)
+        elif op in ("copies", "copy", "settle"):
+            self._show(client, message)
         elif seat is None:
             raise ValueError(f"{op!r} before hello")
         elif op == "reserve":
             self._reserve(client, seat, message)
-        elif op == "save":
-            self._steps.hand_in(seat, self._copies[seat.rank], int(message["step"]), int(message["generation"]))
+        elif op in ("save", "hold"):
+            copy, step, generation = self._copies[seat.rank], int(message["step"]), int(message["generation"])
+            if op == "save":
+                self._steps.hand_in(seat, copy, step, generation)
+            else:
+                copy.expect(step, generation)
+            self._copies.committed(copy, generation)
         else:
             raise ValueError(f"unknown op {op!r}")
+
+    def _show(self, client: _Client, message: dict[str, Any]) -> None:
+        """What somebody who reads copies asks."""
+        if message["op"] == "copies":
+            self._copies.when_idle(lambda: self._send(client, {"op": "copies", "ranks": self._copies.ranks()}))
+        elif message["op"] == "copy":
+            rank = int(message["rank"])
+            descriptor = self._copies[rank].memory.descriptor
+            self._send(client, {"op": "copy", **self._copies.describe(rank)}, descriptor)
+        else:
+            self._unsettled.append(client)
+            self._tell_settled()
+
+    def _tell_settled(self) -> None:
+        if not self._steps.busy:
+            waiting, self._unsettled = self._unsettled, []
+            for client in waiting:
+                self._send(client, {"op": "settled"})
 
     def _hello(self, client: _Client, message: dict[str, Any]) -> None:
         if message["protocol"] != PROTOCOL:
@@ -196,7 +229,7 @@ class Vault:
             raise ValueError(f"{seat} is not a place in a run")
         earlier = self._clients.get(seat.rank)
         if earlier is not None:
-            self._forget(seat.rank)  # the earlier one may still write there: the newcomer gets memory of its own
+            self._copies.forget(seat.rank)  # the earlier one may still write there: the newcomer gets memory of its own
             self._part_from(earlier)
         client.seat = seat
         self._clients[seat.rank] = client
@@ -204,20 +237,9 @@ class Vault:
 
     def _reserve(self, client: _Client, seat: Seat, message: dict[str, Any]) -> None:
         wanted = Geometry(*(int(message[key]) for key in ("layout_bytes", "meta_bytes", "data_bytes")))
-        copy = self._copies.get(seat.rank)
-        if copy is None or not copy.memory.geometry.holds(wanted):
-            self._forget(seat.rank)
-            copy = self._copies[seat.rank] = MemoryCopy(Memory.create(wanted), seat)
-        copy.owner = seat
+        copy = self._copies.reserve(seat, wanted, int(message["step"]))
         reply = {"op": "memory", **asdict(copy.memory.geometry), "busy": sorted(copy.busy)}
         self._send(client, reply, copy.memory.descriptor)
-
-    def _forget(self, rank: int) -> None:
-        """Let go of a rank's memory; a write from it holds on to it until its end."""
-        copy = self._copies.pop(rank, None)
-        if copy is not None:
-            copy.owner = None
-            copy.memory.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from bessemer.core.errors import CheckpointError
 from bessemer.keep.checkpoint import is_empty
-from bessemer.keep.memory import GENERATIONS, Geometry, Memory, pack_layout, place
+from bessemer.keep.memory import COMMITTED, GENERATIONS, Geometry, Memory, pack_layout, place
 from bessemer.keep.slices import Slice, dtype_name, torch_dtype
 from bessemer.keep.vault import PROTOCOL
 from bessemer.keep.wire import Frames, pack
@@ -75,7 +75,8 @@ class VaultClient:
 
     def reserve(self, slices: Sequence[Slice], meta: Mapping[str, Any]) -> None:
         """Have the memory for such saves allocated, mapped and faulted in: seconds for large states, once, so that it
-        is better done before the first step than in the first `save`. CheckpointError (no-memory)."""
+        is better done before the first step than in the first `save`. What an earlier client of this rank has left
+        there of steps beyond `meta["step"]` (0 where it has none) is dropped. CheckpointError (no-memory)."""
         owned = [s for s in slices if not is_empty(s)]
         described = [(s.name, tuple(s.global_shape), dtype_name(s.tensor.dtype), s.box) for s in owned]
         entries = place(described)
@@ -83,7 +84,8 @@ class VaultClient:
         geometry = Geometry.of(entries, layout, _meta_bytes(meta, 0))
         if self._memory is None or not self._memory.geometry.holds(geometry):
             self._plan = None
-            reply = self._ask({"op": "reserve", **asdict(geometry)}, "memory")
+            stands = int(meta.get("step", 0))
+            reply = self._ask({"op": "reserve", "step": stands, **asdict(geometry)}, "memory")
             descriptor = self._descriptors.pop(0)
             held = Geometry(**{key: int(reply[key]) for key in asdict(geometry)})
             self._memory = Memory.attach(descriptor, held)
@@ -116,24 +118,44 @@ class VaultClient:
         start = time.perf_counter()
         self._receive()
         self._raise_failures()
+        deadline = time.monotonic() + self.timeout_s
+        while len(self._busy) == GENERATIONS:
+            self._block(deadline, f"no memory came free for step {step} in {self.timeout_s:g} s: the disk is too slow")
+            self._raise_failures()
+        generation = self._copy(step, slices, meta)
+        self._busy.add(generation)
+        self._pending.append(step)
+        self._send({"op": "save", "step": step, "generation": generation})
+        return time.perf_counter() - start
+
+    def hold(self, step: int, slices: Sequence[Slice], meta: Mapping[str, Any]) -> float:
+        """Copy the slices into the vault's memory, from where ranks that are started again go on (`MemoryCopies`);
+        nothing is written. Returns the seconds this took. While both generations are still being written there is no
+        room and nothing is copied: these two are newer than what is durable. CheckpointError as of `save`."""
+        start = time.perf_counter()
+        self._receive()
+        self._raise_failures()
+        if len(self._busy) < GENERATIONS:
+            self._send({"op": "hold", "step": step, "generation": self._copy(step, slices, meta)})
+        return time.perf_counter() - start
+
+    def _copy(self, step: int, slices: Sequence[Slice], meta: Mapping[str, Any]) -> int:
+        """Into the generation that this returns; one of them is free."""
         packed = _meta_bytes(meta, step)
         owned = [s for s in slices if not is_empty(s)]
         memory, plan = self._memory, self._plan
         if memory is None or plan is None or plan.key != _key(owned) or len(packed) > memory.geometry.meta_bytes:
-            self.reserve(slices, meta)
+            self.reserve(slices, {**meta, "step": step})
             memory, plan = self._memory, self._plan
             assert memory is not None
             assert plan is not None
-        generation = self._free_generation(memory, step)
+        generation = self._free_generation(memory)
         memory.begin(generation, step, plan.layout)
         with torch.no_grad():
             for target, s in zip(plan.views[generation], owned, strict=True):
                 target.copy_(s.tensor)
         memory.commit(generation, packed)
-        self._busy.add(generation)
-        self._pending.append(step)
-        self._send({"op": "save", "step": step, "generation": generation})
-        return time.perf_counter() - start
+        return generation
 
     def poll(self) -> list[dict[str, Any]]:
         """The saves that became durable and verified since the last call; never blocks.
@@ -177,13 +199,14 @@ class VaultClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _free_generation(self, memory: Memory, step: int) -> int:
-        deadline = time.monotonic() + self.timeout_s
-        while len(self._busy) == GENERATIONS:
-            self._block(deadline, f"no memory came free for step {step} in {self.timeout_s:g} s: the disk is too slow")
-            self._raise_failures()
-        free = set(range(GENERATIONS)) - self._busy
-        return min(free, key=lambda g: memory.header(g).step)  # the newest copy stays as long as it can
+    def _free_generation(self, memory: Memory) -> int:
+        """The one that is torn or, so that the newest copy stays as long as it can, the older."""
+
+        def age(generation: int) -> int:
+            header = memory.header(generation)
+            return header.step if header.state == COMMITTED else -1
+
+        return min(set(range(GENERATIONS)) - self._busy, key=age)
 
     # ---- the connection
 

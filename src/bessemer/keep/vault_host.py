@@ -43,9 +43,12 @@ class VaultHost:
         return {} if self._command is None else {"BESSEMER_VAULT": str(self.socket)}
 
     def start(self, hub: Hub) -> None:
-        """Starts the vault and waits until its socket is there, so that no rank looks for it in vain."""
+        """Starts the vault, the first or one in the place of one that died, and waits until its socket is there, so
+        that no rank looks for it in vain."""
         if self._command is None:
             return
+        self.socket.unlink(missing_ok=True)  # of one that was killed
+        self.exit_code = None
         keep = self._folder.job.keep
         command = [*self._command, "--socket", str(self.socket), "--run", str(self._folder.path)]
         command += ["--keep-last", str(keep.keep_last), "--keep-every", str(keep.keep_every)]

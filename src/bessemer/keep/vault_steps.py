@@ -20,7 +20,7 @@ from typing import Any
 from bessemer.core.errors import CheckpointError
 from bessemer.keep.gather import give_up, wait_for_manifest, wait_for_parts, write_part
 from bessemer.keep.manifest import Manifest
-from bessemer.keep.memory import GENERATIONS, Memory
+from bessemer.keep.memory import GENERATIONS, Digest, Memory
 from bessemer.keep.retention import Retention
 from bessemer.keep.writer import Shards, WriteOptions, aside_folder, finalise, write_errors, write_shards
 
@@ -46,6 +46,33 @@ class MemoryCopy:
     memory: Memory
     owner: Seat | None
     busy: set[int] = field(default_factory=set)
+    digests: dict[int, Digest] = field(default_factory=dict)  # by generation, once they are computed
+    stale: set[int] = field(default_factory=set)  # of those being written: what the run has gone back behind
+
+    def drop_after(self, step: int) -> None:
+        """The run has gone back to `step`: copies of later ones are no longer part of it."""
+        for generation in range(GENERATIONS):
+            if self.memory.header(generation).step > step:
+                if generation in self.busy:
+                    self.stale.add(generation)
+                else:
+                    self.memory.forget(generation)
+                self.digests.pop(generation, None)
+
+    def written(self, generation: int) -> None:
+        """A write from it has ended."""
+        self.busy.discard(generation)
+        if generation in self.stale:
+            self.stale.discard(generation)
+            self.memory.forget(generation)
+
+    def expect(self, step: int, generation: int) -> None:
+        """ValueError, CheckpointError (vault-protocol) unless a client has just committed the step there."""
+        if not 0 <= generation < GENERATIONS or generation in self.busy:
+            raise ValueError(f"generation {generation} is being written")
+        held_step, _, _ = self.memory.read(generation)
+        if held_step != step:
+            raise ValueError(f"generation {generation} holds step {held_step}, not {step}")
 
 
 @dataclass(frozen=True)
@@ -112,21 +139,22 @@ class Steps:
             self.wake.recv(1)  # one byte was sent for each
             self._done.popleft()()
 
+    def post(self, action: Callable[[], None]) -> None:
+        """Have `action` run in the loop's thread; may be called in any."""
+        self._done.append(action)
+        self._waker.send(b"\0")
+
     def lost(self, rank: int) -> None:
         """A rank is gone: what it handed in is still written; the steps that wait for it never come."""
         for held in [h for h in self._held if h.seat.rank == rank]:
             self._held.remove(held)
-            held.copy.busy.discard(held.generation)
+            held.copy.written(held.generation)
         self._drop_without(rank, before=None)
 
     def hand_in(self, seat: Seat, copy: MemoryCopy, step: int, generation: int) -> None:
         """Write what a rank has committed in a generation of its memory as its part of a step. ValueError,
         CheckpointError (vault-protocol): there is no such thing."""
-        if not 0 <= generation < GENERATIONS or generation in copy.busy:
-            raise ValueError(f"generation {generation} of rank {seat.rank} can't be written now")
-        held_step, _, _ = copy.memory.read(generation)
-        if held_step != step:
-            raise ValueError(f"generation {generation} holds step {held_step}, not {step}")
+        copy.expect(step, generation)
         copy.busy.add(generation)
         self._begin(_HandIn(seat, copy, step, generation))
 
@@ -147,7 +175,7 @@ class Steps:
 
         def written(result: Shards | None) -> None:
             blocks.clear()
-            new.copy.busy.discard(new.generation)
+            new.copy.written(new.generation)
             if new.copy.owner is not None:
                 self.options.send(new.copy.owner, {"op": "free", "generation": new.generation})
             if result is not None:
@@ -176,8 +204,7 @@ class Steps:
                 error = found
             except Exception as found:  # whatever it is, the ranks must hear of it
                 error = CheckpointError(f"{type(found).__name__}: {found}", code="checkpoint-write", step=work.step)
-            self._done.append(lambda: finish(result, error))
-            self._waker.send(b"\0")
+            self.post(lambda: finish(result, error))
 
         def finish(result: Any, error: CheckpointError | None) -> None:
             work.running -= 1

@@ -112,7 +112,7 @@ class ElasticLoop(Loop):
         and return when this group is dealt units. A spare waits here for as long as it isn't needed."""
         restored = None
         if not self.joins:
-            restored = restore(self.parts, self.run_folder, self.train_data.fingerprint)
+            restored = restore(self.parts, self.run_folder, self.train_data.fingerprint, self.origin)
         self.cohort.hello(None if restored is None else restored.step, self.landing.address)
         self.reporter.phase(0, "waiting as a spare")
         epoch = self.cohort.await_epoch()
@@ -121,7 +121,7 @@ class ElasticLoop(Loop):
             step = self._catch_up(step)
         elif restored is not None:
             self._epoch = epoch  # as far as who leads goes; it is entered with the first step
-            self._event("loaded", step=restored.step, path=restored.path, why=restored.why)
+            self._event("loaded", **restored.told())
             self._tell_watch()
             self._epoch = None
         own = restored is not None and restored.path is not None and self.run_folder in Path(restored.path).parents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import torch.distributed as dist
 
 from bessemer.comm import collectives as comm
+from bessemer.core.errors import BessemerError
 from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
 from bessemer.core.machine import load_machine
 from bessemer.data import open_dataset, prepare
 from bessemer.keep.cohort import Cohort, Epoch, Fenced, Released, Seat
-from bessemer.keep.coordinator import SECRET
 from bessemer.keep.join import rendezvous
+from bessemer.keep.links import SECRET
 from bessemer.keep.member import Member
 from bessemer.keep.slices import Slice
 from bessemer.keep.vault_client import VaultClient
@@ -28,6 +30,7 @@ from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
 from bessemer.train.elastic import Connector, ElasticLoop, group_job
 from bessemer.train.opened import keep_tokenizer
+from bessemer.train.restore import Origin
 from bessemer.train.startup import note_machine, tell_start
 from bessemer.train.transfer import Landing
 
@@ -47,16 +50,22 @@ class LeaderSaver:
         """Memory is reserved with the first save."""
 
     def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
-        if self._client is None:
-            self._client = self._connect()
-            self._client.reserve(slices, meta)
-        return self._client.save(step, slices, meta)
+        return self._connected(slices, meta).save(step, slices, meta)
+
+    def hold(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
+        return self._connected(slices, meta).hold(step, slices, meta)
 
     def poll(self) -> list[dict[str, Any]]:
         return [] if self._client is None else self._client.poll()
 
     def wait(self) -> list[dict[str, Any]]:
         return [] if self._client is None else self._client.wait()
+
+    def _connected(self, slices: list[Slice], meta: dict[str, Any]) -> VaultClient:
+        if self._client is None:
+            self._client = self._connect()
+            self._client.reserve(slices, meta)
+        return self._client
 
 
 class FileConnector(Connector):
@@ -89,6 +98,14 @@ def run_member(job: Job, member: Member) -> int:
     os._exit(code)  # the destructor of a group that hangs would wait for its timeout
 
 
+def _pass_wishes_on(member: Member, cohort: Cohort) -> None:
+    """A signal to this rank, as of a host that is to be taken away, is its group's wish to leave."""
+    assert member.leave_wishes is not None, "the agent names the group"
+    member.leave_wishes.get()
+    with contextlib.suppress(BessemerError):  # it is no part of the run any more: the loop says so
+        cohort.leave()
+
+
 def _run(job: Job, member: Member) -> None:
     environment = os.environ
     group, joins = int(environment["BESSEMER_GROUP"]), bool(environment["BESSEMER_JOINS"])
@@ -119,6 +136,8 @@ def _run(job: Job, member: Member) -> None:
     secret, sockets = environment[SECRET], member.agent.parent
     vault, seat = member.vault, Seat(group, 0, place, os.uname().nodename)
     saver = LeaderSaver(lambda: VaultClient(vault, rank=place, world_size=member.world_size))
+    cohort = Cohort(environment["BESSEMER_COORDINATOR"], secret, seat)
+    threading.Thread(target=_pass_wishes_on, args=(member, cohort), name="bessemer-leave", daemon=True).start()
     ElasticLoop(
         parts=parts,
         train_data=open_dataset(job, "train", prepared),
@@ -127,10 +146,11 @@ def _run(job: Job, member: Member) -> None:
         saver=saver,
         run_folder=member.run_folder,
         whole_job=job,
-        cohort=Cohort(environment["BESSEMER_COORDINATOR"], secret, seat),
+        cohort=cohort,
         connector=FileConnector(sockets, place, device),
         landing=Landing(f"unix:{sockets}/l{member.number}", secret),
         secret=secret,
         exact=job.keep.sums == "exact",
         joins=joins,
+        origin=Origin.of_environment(member.vault),
     ).run()

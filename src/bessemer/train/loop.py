@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from bessemer.precision.watch import EXPONENTS
 from bessemer.runtime.kernels import KernelSample
 from bessemer.train.assembly import Assembly
 from bessemer.train.evaluate import Evaluation, evaluate, to_tensors
-from bessemer.train.restore import checkpoint_meta, restore
+from bessemer.train.restore import Origin, checkpoint_meta, restore
 from bessemer.train.state import owned_slices
 from bessemer.train.step import Batch, StepResult, rank_micro_batches
 
@@ -43,12 +43,14 @@ class Reporter(Protocol):
 
 
 class Saver(Protocol):
-    """The vault's client: `save` returns the seconds that it kept the caller; failures of the background write are
-    raised by `poll` and `wait`."""
+    """The vault's client: `save` and `hold` return the seconds that they kept the caller; failures of the background
+    write are raised by `poll` and `wait`."""
 
     def reserve(self, slices: list[Slice], meta: dict[str, Any]) -> None: ...
 
     def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float: ...
+
+    def hold(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float: ...
 
     def poll(self) -> list[dict[str, Any]]: ...
 
@@ -65,6 +67,7 @@ class Loop:
     reporter: Reporter
     saver: Saver
     run_folder: Path
+    origin: Origin = field(default=Origin(), kw_only=True)
 
     @property
     def job(self) -> Job:
@@ -86,6 +89,8 @@ class Loop:
                 if step == steps or stopped or (self.job.keep.every and step % self.job.keep.every == 0):
                     self._save(step)
                     saved = step
+                elif self.job.keep.memory_every and step % self.job.keep.memory_every == 0:
+                    self._hold(step)
                 self._note_saved(self.saver.poll())
         finally:
             batches.close()
@@ -100,8 +105,8 @@ class Loop:
 
     def _start(self) -> tuple[int, int]:
         """(the step that the state stands at, the newest that is saved in the run's own folder or -1)."""
-        restored = restore(self.parts, self.run_folder, self.train_data.fingerprint)
-        self._event("loaded", step=restored.step, path=restored.path, why=restored.why)
+        restored = restore(self.parts, self.run_folder, self.train_data.fingerprint, self.origin)
+        self._event("loaded", **restored.told())
         self._tell_watch()
         own = restored.path is not None and self.run_folder in Path(restored.path).parents
         self.saver.reserve(self._owned(), self._meta(restored.step))
@@ -228,6 +233,13 @@ class Loop:
         with self.parts.step.passes.phases("checkpoint_s"):
             stall_s = self.saver.save(step, self._owned(), self._meta(step))
         self._event("save", step=step, stall_s=stall_s)
+
+    def _hold(self, step: int) -> None:
+        """A copy in memory: of each, only the seconds are noted, with those of checkpoints."""
+        if not self.leads:
+            return
+        with self.parts.step.passes.phases("checkpoint_s"):
+            self.saver.hold(step, self._owned(), self._meta(step))
 
     def _owned(self) -> list[Slice]:
         return owned_slices(self.parts.module, self.parts.optimizer, self.parts.mesh)

@@ -1,12 +1,14 @@
-"""Where a run goes on from: the newest checkpoint that verifies, a named one, published weights, or the seed."""
+"""Where a run goes on from: copies in memory where ranks were started again, the newest checkpoint that verifies, a
+named one, published weights, or the seed."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -14,22 +16,47 @@ from bessemer.core.errors import CheckpointError
 from bessemer.core.job import Job
 from bessemer.core.paths import user_path
 from bessemer.keep.checkpoint import Checkpoint, CheckpointFolder
+from bessemer.keep.memory_copies import settled
 from bessemer.keep.slices import Slice, dtype_name, torch_dtype
 from bessemer.models.quantise import refresh_amax
 from bessemer.models.watched import refresh_fallen
 from bessemer.train.assembly import Assembly
+from bessemer.train.restore_memory import from_memory
 from bessemer.train.state import OPTIMIZER_PREFIX, filled_slices, state_names
 
-__all__ = ["Restored", "checkpoint_meta", "restore"]
+__all__ = ["Origin", "Restored", "checkpoint_meta", "restore"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where to look, as the agent says. `vault`: the socket of this host's vault, whose memory comes first where ranks
+    were started again; None: not there. `skip`: so many of the newest sound checkpoints are passed over. `settle`: the
+    vault may still be writing for ranks that have died."""
+
+    vault: Path | None = None
+    skip: int = 0
+    settle: Path | None = None
+
+    @classmethod
+    def of_environment(cls, vault: Path | None) -> Self:
+        """BESSEMER_RESTORE: empty at a first start, else "memory", "disk", or "older:N"."""
+        where, _, count = os.environ.get("BESSEMER_RESTORE", "").partition(":")
+        return cls(vault if where == "memory" else None, int(count or 0), vault if where else None)
 
 
 @dataclass(frozen=True)
 class Restored:
-    """`step` committed steps are in the state; `why` is the run's first log line, `path` None at a fresh start."""
+    """`step` committed steps are in the state; `why` is the run's first log line. `source`: "memory", "disk", "weights"
+    or "seed". `path` is that of a checkpoint or of weights."""
 
     step: int
+    source: str
     path: str | None
     why: str
+
+    def told(self) -> dict[str, Any]:
+        """The fields of the event `loaded`."""
+        return {"step": self.step, "source": self.source, "path": self.path, "why": self.why}
 
 
 def checkpoint_meta(job: Job, step: int, data_fingerprint: str) -> dict[str, Any]:
@@ -47,27 +74,49 @@ def checkpoint_meta(job: Job, step: int, data_fingerprint: str) -> dict[str, Any
     }
 
 
-def restore(parts: Assembly, run_folder: Path, data_fingerprint: str) -> Restored:
-    """Fill the state of `parts` on every rank from where `run.resume` says; rank 0 chooses for all.
+def restore(parts: Assembly, run_folder: Path, data_fingerprint: str, origin: Origin = Origin()) -> Restored:
+    """Fill the state of `parts` on every rank from the memory of the vault or where `run.resume` says; rank 0 chooses
+    for all.
 
     CheckpointError: a named checkpoint that is missing or damaged, checkpoints of which none verifies, another data
-    set or seed than the one that the cursor was counted in.
+    set or seed than the one that the cursor was counted in; memory-damaged where copies in memory were the only ones.
     """
     job, mesh = parts.job, parts.mesh
-    choice = json.loads(mesh.broadcast_text(json.dumps(_choose(job, run_folder) if mesh.rank == 0 else {})))
+    refused, spoilt = "", False
+    if origin.vault is not None:
+        newest = CheckpointFolder(run_folder / "checkpoints").steps()[-1:] or [0]
+        found = from_memory(parts, origin.vault, at_least=newest[0])
+        if found.step is not None:
+            _check_meta(found.meta, job, data_fingerprint, "the memory of this host's vault")
+            _take_in(parts, found.step)
+            return Restored(found.step, "memory", None, found.why)
+        refused, spoilt = f"; {found.why}", found.spoilt
+    choice = json.loads(mesh.broadcast_text(json.dumps(_choose(job, run_folder, origin) if mesh.rank == 0 else {})))
+    why = choice["why"] + refused
     if choice["path"] is None:
+        if spoilt:
+            raise CheckpointError(f"there is no checkpoint on disk{refused}", code="memory-damaged")
         if job.model.weights is not None:
-            return Restored(0, job.model.weights, "the job's weights; no step of this run is saved yet")
-        return Restored(0, None, choice["why"])
+            return Restored(0, "weights", job.model.weights, "the job's weights; no step of this run is saved yet")
+        return Restored(0, "seed", None, why)
     with Checkpoint.open(Path(choice["path"])) as checkpoint:
         _check_meta(checkpoint.meta, job, data_fingerprint, choice["path"])
-        names = state_names(parts.spec, job.train, parts.step.passes.amax_names, _fall_back_names(parts))
         with filled_slices(parts.module, parts.optimizer) as slices:
-            _read(checkpoint, slices, names)
+            _read(checkpoint, slices, _names(parts))
+    _take_in(parts, checkpoint.step)
+    return Restored(checkpoint.step, "disk", choice["path"], why)
+
+
+def _names(parts: Assembly) -> list[str]:
+    """Of the whole state over all ranks."""
+    return state_names(parts.spec, parts.job.train, parts.step.passes.amax_names, _fall_back_names(parts))
+
+
+def _take_in(parts: Assembly, step: int) -> None:
+    """What follows from a state that has been filled."""
     refresh_amax(parts.module)
     refresh_fallen(parts.module)
-    parts.optimizer.set_steps(checkpoint.step)
-    return Restored(checkpoint.step, choice["path"], choice["why"])
+    parts.optimizer.set_steps(step)
 
 
 def _fall_back_names(parts: Assembly) -> tuple[str, ...]:
@@ -87,12 +136,18 @@ def _read(checkpoint: Checkpoint, slices: list[Slice], names: list[str]) -> None
         s.tensor.copy_(read)
 
 
-def _choose(job: Job, run_folder: Path) -> dict[str, str | None]:
+def _choose(job: Job, run_folder: Path, origin: Origin) -> dict[str, str | None]:
     """The run's own newest checkpoint goes before one named by `run.resume`, from which the run once began."""
+    if origin.settle is not None:
+        settled(origin.settle)
     folder = CheckpointFolder(run_folder / "checkpoints")
     found = folder.newest_verified()
+    for _ in range(origin.skip):
+        if found.checkpoint is not None:
+            found = folder.newest_verified(before=found.checkpoint.step)
     if found.checkpoint is not None:
-        return {"path": str(found.checkpoint.path), "why": found.why}
+        older = f"an older checkpoint, verified; {origin.skip} newer passed over, from which the run has failed"
+        return {"path": str(found.checkpoint.path), "why": older if origin.skip else found.why}
     if job.run.resume not in ("auto", "never"):
         checkpoint = folder.open(user_path(job.run.resume))
         return {"path": str(checkpoint.path), "why": "named by run.resume"}

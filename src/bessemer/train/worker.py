@@ -25,6 +25,7 @@ from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
 from bessemer.train.loop import Loop
 from bessemer.train.opened import keep_tokenizer
+from bessemer.train.restore import Origin
 from bessemer.train.startup import note_machine, tell_start
 
 __all__ = ["join", "main", "run_rank"]
@@ -92,6 +93,7 @@ def run_rank(job: Job, member: Member) -> None:
             reporter=member,
             saver=saver,
             run_folder=member.run_folder,
+            origin=Origin.of_environment(member.vault),
         )
         if mesh.rank == 0:
             tell_start(job, spec, member)
