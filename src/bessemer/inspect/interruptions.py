@@ -67,10 +67,10 @@ def _epochs(attempt: Attempt) -> list[_Epoch]:
 
 
 def _losses(attempt: Attempt) -> dict[Any, tuple[float, float]]:
-    """Of each group, and of the coordinator of each term: when its loss was told, and when its first trace was."""
+    """Of each group, and of the coordinator at each address: when its loss was told, and when its first trace was."""
     found: dict[Any, tuple[float, float]] = {}
     for event in attempt.named(*TRACES):
-        who = event["group"] if "group" in event else ("coordinator", event.get("term"))
+        who = event["group"] if "group" in event else ("coordinator", event.get("address"))
         t = float(event["t"])
         told, trace = found.get(who, (t, t))
         found[who] = min(told, t), min(trace, t - float(event.get("silent_s") or 0.0))

@@ -1,0 +1,200 @@
+"""One run of a job as a process of its own, with faults thrown at it, and started again when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bessemer.core.errors import RequestError
+from bessemer.core.job import Job
+from bessemer.core.job_file import dump_job
+from bessemer.inspect.chaos_faults import OF_RANKS, Fault, Plan, Schedule
+from bessemer.inspect.chaos_target import Standing, child_running, is_child
+
+__all__ = ["ChaosRun", "Thrown"]
+
+LOOK_S = 0.1
+TELL_S = 15.0
+MOST_RESTARTS = 10
+WAIT_FOR_TARGET_S = 30.0
+"""How long a fault waits for its target: a spare may be starting."""
+HALF_S = 0.5
+FULL_BYTES = 4096
+COORDINATOR, VAULT = "bessemer.keep.coordinate", "bessemer.keep.vault"
+
+
+@dataclass
+class Thrown:
+    """A fault that was thrown, or why it was not. `t`: unix seconds; `step`: how many were committed."""
+
+    kind: str
+    t: float
+    step: int
+    rank: int | None = None
+    group: int | None = None
+    leader: bool = False
+    skipped: str = ""
+
+
+@dataclass
+class ChaosRun:
+    """Runs `job` in its run folder. `stop_after`: asks it to stop once so many steps are committed; `plan`: without
+    one nothing is thrown. After `run`: what was thrown, and how often the run had to be started again."""
+
+    job: Job
+    tell: Callable[[str], None]
+    plan: Plan | None = None
+    stop_after: int | None = None
+    thrown: list[Thrown] = field(default_factory=list)
+    restarts: int = 0
+    _waiting: list[tuple[float, Fault]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """RequestError where the job is refused; a run that fails again and again is left unfinished."""
+        folder = self.job.run.folder
+        file = folder.parent / "jobs" / f"{folder.name}.toml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(dump_job(self.job))
+        self._standing = Standing(folder)
+        self._schedule = None if self.plan is None else Schedule(self.plan)
+        self._first_t: float | None = None
+        while True:
+            code = self._once(file)
+            if code == 2:
+                raise RequestError(
+                    f"the job is refused:\n{_tail(_log_of(file))}", code="chaos-job", fix=f"bessemer check {file}"
+                )
+            self._standing.refresh()
+            if self._standing.finished or self.stop_after is not None or self.restarts == MOST_RESTARTS:
+                return
+            self.restarts += 1
+            self.tell(f"the run ended with code {code} at step {self._standing.step}: started again")
+
+    def _once(self, file: Path) -> int:
+        told, asked = time.monotonic(), False
+        with _log_of(file).open("ab") as log:
+            command = [sys.executable, "-m", "bessemer.cli", "train", str(file), "--quiet"]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            while process.poll() is None:
+                time.sleep(LOOK_S)
+                self._standing.refresh()
+                if self._standing.step and self._first_t is None:
+                    self._first_t = time.monotonic()
+                if self.stop_after is not None and self._standing.step >= self.stop_after and not asked:
+                    process.send_signal(signal.SIGTERM)
+                    asked = True
+                self._throw_due(process.pid)
+                if time.monotonic() - told > TELL_S:
+                    told = time.monotonic()
+                    self.tell(f"step {self._standing.step} of {self.job.train.steps}")
+        finally:
+            if process.poll() is None:
+                process.kill()  # its ranks end with it
+            process.wait()
+        return process.returncode
+
+    # ---- faults
+
+    def _throw_due(self, agent: int) -> None:
+        if self._schedule is None or self._first_t is None or self._standing.finished:
+            return
+        now = time.monotonic()
+        for fault in self._schedule.due(self._standing.step, now - self._first_t):
+            self._waiting.append((now + WAIT_FOR_TARGET_S, fault))
+        left = []
+        for until, fault in self._waiting:
+            thrown = Thrown(fault.kind, time.time(), self._standing.step)
+            if self._throw(fault, agent, thrown):
+                self._note(thrown)
+            elif now > until:
+                thrown.skipped = f"nothing to hit within {WAIT_FOR_TARGET_S:g} s"
+                self._note(thrown)
+            else:
+                left.append((until, fault))
+        self._waiting = left
+
+    def _note(self, thrown: Thrown) -> None:
+        self.thrown.append(thrown)
+        whom = "" if thrown.rank is None else f" rank {thrown.rank} (group {thrown.group})"
+        self.tell(f"step {thrown.step}: {thrown.kind}{whom}{'; ' if thrown.skipped else ''}{thrown.skipped}")
+
+    def _throw(self, fault: Fault, agent: int, thrown: Thrown) -> bool:
+        """Whether there was something to hit."""
+        if fault.kind in OF_RANKS:
+            found = [rank for rank in self._standing.candidates(fault.rule.rank) if is_child(rank.pid, agent)]
+            if not found:
+                return False
+            rank = found[int(fault.draw * len(found))]
+            thrown.rank, thrown.group = rank.number, rank.group
+            thrown.leader = rank.group in self._standing.active[:1]
+            return _hit(fault, rank.pid, agent)
+        pid = child_running(agent, COORDINATOR if fault.kind == "coordinator" else VAULT)
+        return pid is not None and _hit(fault, pid, agent)
+
+
+def _hit(fault: Fault, pid: int, agent: int) -> bool:
+    rule = fault.rule
+    with contextlib.suppress(ProcessLookupError):
+        if fault.kind == "slow":
+            _later(0.0, _slow_down, pid, agent, rule.duty, rule.for_s)
+        elif fault.kind == "disk-full":
+            soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
+            assert rule.for_s is not None
+            _later(rule.for_s, _make_room, pid, agent, (soft, hard))
+        elif fault.kind == "stop":
+            os.kill(pid, signal.SIGSTOP)
+            if rule.for_s is not None:
+                _later(rule.for_s, _send, pid, agent, signal.SIGCONT)
+        else:
+            os.kill(pid, signal.SIGTERM if fault.kind == "term" else signal.SIGKILL)
+        return True
+    return False
+
+
+def _later(delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
+    timer = threading.Timer(delay_s, action, arguments)
+    timer.daemon = True
+    timer.start()
+
+
+def _send(pid: int, agent: int, number: int) -> None:
+    if is_child(pid, agent):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _slow_down(pid: int, agent: int, duty: float, for_s: float) -> None:
+    end = time.monotonic() + for_s
+    while time.monotonic() < end and is_child(pid, agent):
+        _send(pid, agent, signal.SIGSTOP)
+        time.sleep(HALF_S * duty)
+        _send(pid, agent, signal.SIGCONT)
+        time.sleep(HALF_S * (1 - duty))
+
+
+def _make_room(pid: int, agent: int, limits: tuple[int, int]) -> None:
+    if is_child(pid, agent):
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+def _log_of(file: Path) -> Path:
+    return file.with_suffix(".log")
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
