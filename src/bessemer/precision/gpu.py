@@ -76,7 +76,7 @@ def path_for(numerics: Numerics, unit: Unit, *, emulate: bool = False) -> Path:
         return "emulated"
     at = ".".join(str(n) for n in unit.capability)
     what = f"{numerics.recipe} needs {lacks}; this {unit.kind} device is of compute capability {at}"
-    fix = "the recipe bf16, or one with a scale per tensor; or path_for(..., emulate=True)"
+    fix = "the recipe bf16, or one with a scale per tensor; or precision.emulate = true"
     raise RequestError(what, code="precision-capability", fix=fix)
 
 
