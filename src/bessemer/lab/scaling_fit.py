@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -95,11 +95,14 @@ def fit(law: Law, points: Points, *, cost: float, samples: int = 400, starts: in
     choice = np.argmin([c for _, c in tried], axis=0)
     internal = np.stack([f for f, _ in tried])[choice, np.arange(samples)]
     natural, drawn = law.natural(best[None], at), law.natural(internal, at)
-    untold = law.untold(points)
-    bound = [untold.get(c.name) or _at_bounds(internal[:, k], low[k], high[k]) for k, c in enumerate(law.constants)]
+    scatter = float(np.sqrt((residual**2).sum() / (count - free)))
+    flat = _flat(law, slope / predicted[:, None], scatter)
+    told = flat | law.untold(points)
+    bound = [told.get(c.name) or _at_bounds(internal[:, k], low[k], high[k]) for k, c in enumerate(law.constants)]
     constants = {c.name: _estimate(natural[0, k], drawn[:, k], bound[k]) for k, c in enumerate(law.constants)}
     optimum = _optimum(law.best(natural, cost, 0)[0], law.best(drawn, cost, 0), points)
-    scatter = float(np.sqrt((residual**2).sum() / (count - free)))
+    if blind := [name for name in law.decides if name in flat]:
+        optimum = replace(optimum, why=f"it hangs on {blind[0]}, with which the losses hardly change")
     return Fit(law, points, predicted, constants, scatter, optimum, cost, natural, drawn)
 
 
@@ -153,6 +156,15 @@ def _descend(law: Law, points: Points, at: Reference, targets: Array, start: Arr
 def _leverage(jacobian: Array) -> Array:
     """[n]: how much of its own error each point takes out of its residual; `jacobian` [n, K] of log L."""
     return np.asarray(np.einsum("nk,kn->n", jacobian, np.linalg.pinv(jacobian)))
+
+
+def _flat(law: Law, jacobian: Array, scatter: float) -> dict[str, str]:
+    """Constants that could be e times as large, all others fixed, before the points would notice. Samples that start
+    at the optimum needn't wander along such a valley, so that their interval can be short."""
+    slope = np.sqrt((jacobian**2).sum(0))
+    return {
+        c.name: "the losses hardly change with it" for c, s in zip(law.constants, slope, strict=True) if s < scatter
+    }
 
 
 def _huber(residual: Array) -> Array:

@@ -95,6 +95,8 @@ class Law:
     name: str
     formula: str
     constants: tuple[Constant, ...]
+    decides: tuple[str, ...]
+    """Constants of precision, on which the best one hangs."""
 
     @property
     def bounds(self) -> tuple[Array, Array]:
@@ -143,6 +145,7 @@ class EffectiveParameters(Law):
         Constant("gw", 0.1, 20.0, "bits over which weights saturate"),
         Constant("gi", 0.1, 20.0, "bits over which inputs saturate"),
     )
+    decides = ("gw", "gi")
 
     def usable(self, points: Points) -> NDArray[np.bool_]:
         """Points with blocks are another grid, for which the bits would mean something else."""
@@ -202,6 +205,7 @@ class FloatFormat(Law):
         Constant("m", 0.05, 20.0, "exponent of the mantissa bits"),
         Constant("t", 1.0, 64.0, "log2(block) that a scale for the whole tensor is worth"),
     )
+    decides = ("x", "m")
     _E2M1 = (2.5, 1.5)
 
     def usable(self, points: Points) -> NDArray[np.bool_]:
