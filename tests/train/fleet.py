@@ -11,6 +11,7 @@ import faulthandler
 import hashlib
 import json
 import os
+import queue
 import signal
 import threading
 import time
@@ -29,7 +30,9 @@ from train.toy import SEQ, VOCAB
 from bessemer.core.errors import BessemerError, Stopped
 from bessemer.core.job import Job
 from bessemer.keep.cohort import Cohort, Epoch, Seat
-from bessemer.keep.coordinator import Coordinator, listen_at, membership_of
+from bessemer.keep.coordinate import membership_of
+from bessemer.keep.coordinator import Coordinator
+from bessemer.keep.links import listen_at
 
 SECRET = "a secret of the tests"
 
@@ -121,7 +124,7 @@ class Fleet:
                 if state != "T":
                     self._stopped.pop(key, None)
                 elif time.monotonic() - self._stopped.setdefault(key, time.monotonic()) > self.silent_s:
-                    self.coordinator._lost(key[0], key[1], "stopped")
+                    self.lost(key[0], key[1], "stopped")
                     if self.kills:
                         process.kill()
 
@@ -136,17 +139,32 @@ class Fleet:
 
     def start(self, group: int, *, incarnation: int = 0, joins: bool = False, fault: Fault | None = None) -> None:
         for place in range(self.block):
-            seat = Seat(group, incarnation, place, "here")
+            seat = Seat(group, incarnation, place, self.host_of(group))
             mine = fault if fault is not None and fault.place == place else None
-            args = (str(self.folder), self.job, seat, joins, mine, self.pause_s)
+            args = (str(self.folder), self.addresses_for(group), self.job, seat, joins, mine, self.pause_s)
             process = ranks._context.Process(target=member, args=args, daemon=True)
             process.start()
             self._processes[group, incarnation, place] = process
 
+    def addresses_for(self, group: int) -> str:
+        return self.address
+
+    def host_of(self, group: int) -> str:
+        return "here"
+
+    @property
+    def membership(self) -> Any:
+        """What is known of who takes part and how far they are."""
+        return self.coordinator.membership
+
+    def lost(self, group: int, incarnation: int, why: str) -> None:
+        """Tell the coordinator."""
+        self.coordinator._lost(group, incarnation, why)
+
     def until(self, what: Any, timeout_s: float = 60.0) -> None:
         """Wait until `what(membership)` holds."""
         deadline = time.monotonic() + timeout_s
-        while not what(self.coordinator.membership):
+        while not what(self.membership):
             assert time.monotonic() < deadline, f"not in {timeout_s} s; {self._told()}"
             time.sleep(0.005)
 
@@ -174,7 +192,7 @@ def digest(parts: Any) -> str:
     return made.hexdigest()
 
 
-def member(folder: str, job: Job, seat: Seat, joins: bool, fault: Fault | None, pause_s: float) -> None:
+def member(folder: str, addresses: str, job: Job, seat: Seat, joins: bool, fault: Fault | None, pause_s: float) -> None:
     """One rank. It leaves its end in a file, and ends without waiting for abandoned groups."""
     from train.toy import toy_parts
 
@@ -201,7 +219,10 @@ def member(folder: str, job: Job, seat: Seat, joins: bool, fault: Fault | None, 
             return connect_gloo(store, index, size, 20.0)
 
     recorder = Recorder()
-    cohort = Cohort(f"unix:{folder}/c", SECRET, seat)
+    cohort = Cohort(addresses, SECRET, seat)
+    wishes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    signal.signal(signal.SIGTERM, lambda number, frame: wishes.put(number))
+    threading.Thread(target=lambda: (wishes.get(), cohort.leave()), daemon=True).start()
     landing = Landing(f"unix:{folder}/l-{name}", SECRET)
     loop = ElasticLoop(
         parts, ToyData(), None, recorder, NoSaver(), Path(folder) / "run", job, cohort, Files(), landing, SECRET,

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bessemer.api import lab, plan
     from bessemer.api._check import CheckResult, check
+    from bessemer.api._coordinator import Served, coordinator
     from bessemer.api._eval import EvalResult, eval
     from bessemer.api._export import export
     from bessemer.api._generate import generate
     from bessemer.api._ledger import ledger
+    from bessemer.api._scale import Scaled, scale
     from bessemer.api._train import Trained, train
 
 __all__ = [
-    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Trained", "check", "eval", "export", "generate", "lab", "ledger",
-    "plan", "train",
+    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Scaled", "Served", "Trained", "check", "coordinator", "eval",
+    "export", "generate", "lab", "ledger", "plan", "scale", "train",
 ]  # fmt: skip
 
 VERBS: dict[str, str] = {
@@ -30,13 +32,21 @@ VERBS: dict[str, str] = {
     "generate": "bessemer.api._generate",
     "export": "bessemer.api._export",
     "ledger": "bessemer.api._ledger",
+    "scale": "bessemer.api._scale",
+    "coordinator": "bessemer.api._coordinator",
 }
 """Verb -> the module that holds the function of that name, in the order in which help lists them."""
 
 GROUPS: dict[str, str] = {"plan": "bessemer.api.plan", "lab": "bessemer.api.lab"}
 """Group of verbs -> the module that has them, with a table `VERBS` of its own: `bessemer.api.plan.search(...)`."""
 
-_RESULTS = {"CheckResult": "check", "EvalResult": "eval", "Trained": "train"}
+_RESULTS = {
+    "CheckResult": "check",
+    "EvalResult": "eval",
+    "Scaled": "scale",
+    "Served": "coordinator",
+    "Trained": "train",
+}
 
 
 def __getattr__(name: str) -> Any:

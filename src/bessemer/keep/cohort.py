@@ -2,6 +2,10 @@
 
 A thread receives, so that a newer epoch is known while the rank computes or waits in a sum. The rank stands at step s
 (that many are in its state), has voted for it in epoch e, and asks what came: the commit, or a newer epoch.
+
+When the coordinator is gone the thread looks for the one that takes over, at each of the addresses, and reports where
+this rank stands. What was said in vain is not said again: a new coordinator begins with a new epoch. The rank computes
+on and parks where it waits for an answer.
 """
 
 from __future__ import annotations
@@ -9,17 +13,24 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bessemer.core.errors import BessemerError, PeerLost
-from bessemer.keep.coordinator import connect, proof
-from bessemer.keep.wire import Frames, pack
+from bessemer.keep.links import await_challenge, connect, proof
+from bessemer.keep.wire import Frames, WireError, pack
 
 __all__ = ["Cohort", "Epoch", "Fenced", "Join", "Released", "Seat"]
 
 _EPOCHS_KEPT = 64
+SILENCE_S = 5.0
+"""After this long without a word the coordinator is asked whether it lives, and has as long to answer."""
+GIVE_UP_S = 120.0
+"""How long another coordinator is looked for."""
+_CONNECT_S = 2.0
+_RETRY_S = 0.05
 
 
 class Fenced(BessemerError):
@@ -83,39 +94,44 @@ class Epoch:
 
 
 class Cohort:
-    """Connected from its making. Every method that waits raises Fenced, Released, PeerLost (coordinator-lost) or what
-    the coordinator says has failed."""
+    """Connected from its making. `addresses`: of the coordinator and its standbys, with commas between. Every method
+    that waits raises Fenced, Released, PeerLost (coordinator-lost) or what the coordinator says has failed."""
 
-    def __init__(self, address: str, secret: str, seat: Seat, *, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        addresses: str,
+        secret: str,
+        seat: Seat,
+        *,
+        timeout_s: float = 30.0,
+        silence_s: float = SILENCE_S,
+        give_up_s: float = GIVE_UP_S,
+    ) -> None:
         self.seat = seat
         self.committed = -1
         """Steps that are true as far as this rank has heard; -1 before the first epoch."""
-        self._secret = secret
+        self.share_of: Callable[[int, Epoch], tuple[int, ...]] = lambda step, epoch: ()
+        """The units of a step (from 0) that this group may have done or be doing in an epoch; called in a thread."""
+        self._secret, self._silence_s, self._give_up_s = secret, silence_s, give_up_s
+        self._addresses = addresses.split(",")
+        self._term = 0
+        self._step: int | None = None
+        self._landing = ""
+        self._said_hello = self._leaving = self._closed = False
         self._epochs: dict[int, Epoch] = {}
         self._end: BessemerError | None = None
         self._changed = threading.Condition()
-        self._frames = Frames()
-        try:
-            self._link = connect(address, timeout_s)
-            self._nonce = self._challenge()
-        except OSError as error:
-            raise PeerLost(f"no coordinator at {address}: {error}", code="coordinator-lost") from error
-        self._link.settimeout(None)
+        self._sending = threading.Lock()
+        if not self._find(timeout_s):
+            raise PeerLost(f"no coordinator at {' or '.join(self._addresses)}", code="coordinator-lost")
 
     def hello(self, step: int | None, address: str) -> None:
         """Introduce this rank: the step at which its state stands (None: it has none), and where it takes snapshots."""
-        seat = self.seat
-        self._send(
-            kind="hello",
-            proof=proof(self._secret, self._nonce),
-            role="rank",
-            group=seat.group,
-            incarnation=seat.incarnation,
-            place=seat.place,
-            host=seat.host,
-            step=step,
-            address=address,
-        )
+        self._step, self._landing = step, address
+        with self._sending:
+            self._said_hello = True
+            with contextlib.suppress(OSError):
+                self._introduce(self._link, self._challenge)
         threading.Thread(target=self._receive, name="bessemer-cohort", daemon=True).start()
 
     # ---- what the rank says
@@ -132,6 +148,11 @@ class Cohort:
         self._send(kind="stuck", epoch=epoch, why=why)
 
     def leave(self) -> None:
+        """Ask to be let go; the group goes at the next commit, unless it is the last one."""
+        with self._sending:
+            self._leaving = True
+            if not self._said_hello:
+                return  # which says so
         self._send(kind="leave")
 
     # ---- what it hears
@@ -164,51 +185,131 @@ class Cohort:
                 raise self._end
             return False
 
-    def check(self) -> None:
-        """Raise what ended this rank's part, if anything has."""
-        if self._end is not None:
-            raise self._end
+    def check(self, within_s: float = 0.0) -> None:
+        """Raise what ended this rank's part, if anything has, or does soon."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._end is not None, within_s)
+            if self._end is not None:
+                raise self._end
 
     def close(self) -> None:
+        """Whoever still waits is told that the coordinator is gone."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
         self._link.close()
 
     # ---- inside
 
-    def _challenge(self) -> str:
-        while True:
-            data = self._link.recv(4096)
-            if not data:
-                raise ConnectionError("it closed the connection")
-            for record in self._frames.feed(data):
-                return str(record["nonce"])
+    def _find(self, timeout_s: float) -> bool:
+        """Connect with the coordinator that leads or takes over, and introduce this rank if it was before."""
+        deadline = time.monotonic() + timeout_s
+        while not self._closed:
+            for address in self._addresses:
+                with contextlib.suppress(OSError, WireError, KeyError):
+                    self._open(address)
+                    at = self._addresses.index(address) + 1  # when this one is gone it's looked for at the next ones
+                    self._addresses = self._addresses[at:] + self._addresses[:at]
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_RETRY_S)
+        return False
+
+    def _open(self, address: str) -> None:
+        """Raises OSError when there is none, or one that was replaced."""
+        link, frames = connect(address, _CONNECT_S), Frames()
+        try:
+            challenge = {**await_challenge(link, frames), "before": self._term}
+            if int(challenge["term"]) < self._term:
+                self._introduce(link, challenge)  # by which it learns that it was replaced
+                raise ConnectionError(f"the coordinator at {address} was replaced")
+            with self._sending:
+                if self._said_hello:
+                    self._introduce(link, challenge)
+                link.settimeout(self._silence_s)
+                self._term = int(challenge["term"])
+                self._link, self._frames, self._challenge = link, frames, challenge
+        except BaseException:
+            link.close()
+            raise
+
+    def _introduce(self, link: socket.socket, challenge: Mapping[str, Any]) -> None:
+        """Say hello, and where this rank stands."""
+        seat = self.seat
+        with self._changed:
+            epoch, step = self._epochs.get(self.newest), self.committed
+        hello: dict[str, Any] = {
+            "kind": "hello",
+            "proof": proof(self._secret, str(challenge["nonce"])),
+            "role": "rank",
+            "group": seat.group,
+            "incarnation": seat.incarnation,
+            "place": seat.place,
+            "host": seat.host,
+            "step": self._step if epoch is None else step,
+            "address": self._landing,
+            "term": challenge["before"],
+            "epoch": 0,
+            "state": "spare",
+            "share": [],
+            "leaving": self._leaving,
+        }
+        if epoch is not None:
+            hello["epoch"] = epoch.number
+            if seat.group in epoch.active:
+                hello |= {"state": "active", "share": list(self.share_of(step, epoch))}
+            elif seat.group in epoch.joining:
+                hello["state"] = "joining"
+            if epoch.number > int(challenge["epoch"]):
+                hello |= {"active": list(epoch.active), "joining": list(epoch.joining)}
+        link.sendall(pack(hello))
 
     def _send(self, **record: Any) -> None:
-        try:
-            self._link.sendall(pack(record))
-        except OSError as error:
-            self.check()
-            raise PeerLost(f"the coordinator is gone ({error.strerror})", code="coordinator-lost") from error
+        """What can't be sent is dropped: the receiving thread sees that the coordinator is gone, and the one that takes
+        over begins with a new epoch."""
+        self.check()
+        with self._sending:
+            try:
+                self._link.sendall(pack(record | {"term": self._term}))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._link.shutdown(socket.SHUT_RDWR)
 
     def _receive(self) -> None:
+        asked = False
         while True:
             try:
                 data = self._link.recv(1 << 16)
+            except TimeoutError:
+                data = b""
+                if not asked:
+                    asked = True
+                    with contextlib.suppress(BessemerError):
+                        self._send(kind="ping")
+                    continue
             except OSError:
                 data = b""
-            with self._changed:
-                if not data:
-                    if self._end is None:
-                        self._end = PeerLost("the coordinator is gone", code="coordinator-lost")
+            asked = False
+            if data:
+                with self._changed:
+                    for record in self._frames.feed(data):
+                        self._take(record)
                     self._changed.notify_all()
-                    return
-                for record in self._frames.feed(data):
-                    self._take(record)
+                continue
+            self._link.close()
+            if self._end is None and self._find(self._give_up_s):
+                continue
+            with self._changed:
+                self._end = self._end or PeerLost("the coordinator is gone", code="coordinator-lost")
                 self._changed.notify_all()
+            return
 
     def _take(self, record: Mapping[str, Any]) -> None:
-        kind = record["kind"]
+        kind, term = record["kind"], int(record["term"])
+        if term < self._term:
+            return  # of a coordinator that was replaced
+        self._term = term
         if kind == "epoch":
             self._note_epoch(record)
         elif kind == "commit":

@@ -1,46 +1,37 @@
 """The coordinator: the one process whose commits make steps true. It carries what ranks and agents say to the
 `Membership`, and its decisions to them.
 
-    python -m bessemer.keep.coordinator --address unix:DIR/coordinator --job runs/NAME/job.toml [--log FILE]
+Connections begin as `links.py` says. Every message between ranks and coordinator carries the term.
 
-Connections speak the frames of `wire.py` and first prove that they know the run's secret, which comes from the
-environment (`BESSEMER_SECRET`): the coordinator sends challenge{nonce}, the other side answers with hello{proof, ...}.
-
-    rank  -> hello{proof, role: "rank", group, incarnation, place, step, state, epoch, share, address}
-             vote{epoch, step, digest}   synced{}   stuck{epoch, why}   leave{}
-    rank  <- epoch, commit, fenced, released, failed     as `membership.py` has them
+    rank  -> hello{proof, role: "rank", group, incarnation, place, host, step, address, state, epoch, share, ...}
+             vote{epoch, step, digest}   synced{}   stuck{epoch, why}   leave{}   ping{}
+    rank  <- epoch, commit, fenced, released, failed     as `membership.py` has them      pong{}
     agent -> hello{proof, role: "agent", host}   lost{group, incarnation, why}   alive{}   scale{replicas}
     agent <- event{event, fields}     what happened, for the run's records
+    standby -> hello{proof, role: "standby"}   alive{}
+    standby <- decision{decision}   alive{}   over{}     `takeover.py` says what follows
 
 The end of a rank's connection is its death, and that of its group. An agent that is silent for the lease takes the
-groups of its ranks with it.
+groups of its ranks with it. A coordinator that hears of a later term is replaced: it ends.
 """
 
 from __future__ import annotations
 
-import argparse
 import hmac
-import os
-import secrets
-import selectors
 import socket
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from bessemer.core.job import Job
-from bessemer.core.job_file import load_job
-from bessemer.data.cursor import units_of_step
-from bessemer.keep.membership import Membership
-from bessemer.keep.wire import Frames, WireError, pack
+from bessemer.keep.links import proof
+from bessemer.keep.membership import Membership, Report
+from bessemer.keep.switchboard import Peer, Switchboard
+from bessemer.keep.takeover import Decision, DecisionLog, Takeover
+from bessemer.keep.wire import pack
 
-__all__ = ["SECRET", "Coordinator", "connect", "listen_at", "main", "proof"]
+__all__ = ["Coordinator"]
 
-SECRET = "BESSEMER_SECRET"
 DEBOUNCE_S = 0.02
 """Losses that come so close together make one epoch."""
 RENEW_S = 1.0
@@ -49,91 +40,63 @@ HOLD_S = 0.2
 """How long a step whose lost group had voted may still become true by the others' votes."""
 
 
-def proof(secret: str, nonce: str) -> str:
-    """What shows that the other side knows the secret, without sending it."""
-    return hmac.new(secret.encode(), nonce.encode(), "sha256").hexdigest()
+class Coordinator(Switchboard):
+    """The event loop around one `Membership`. `lease_s`: how long an agent may be silent. `takes_over`: from a
+    coordinator that made these decisions; `membership` is then where it would begin, under a later term."""
 
-
-def listen_at(address: str) -> socket.socket:
-    """A listening socket at "unix:PATH" or "tcp:HOST:PORT" (port 0: any)."""
-    kind, _, rest = address.partition(":")
-    if kind == "unix":
-        Path(rest).unlink(missing_ok=True)
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        server.bind(rest)
-    else:
-        host, _, port = rest.rpartition(":")
-        server = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((host.strip("[]"), int(port)))
-    server.listen(1024)
-    server.setblocking(False)
-    return server
-
-
-def connect(address: str, timeout_s: float) -> socket.socket:
-    """Raises OSError when nobody listens there."""
-    kind, _, rest = address.partition(":")
-    if kind == "unix":
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.settimeout(timeout_s)
-        link.connect(rest)
-    else:
-        host, _, port = rest.rpartition(":")
-        link = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return link
-
-
-@dataclass(eq=False)
-class _Peer:
-    link: socket.socket
-    nonce: str
-    frames: Frames = field(default_factory=Frames)
-    out: deque[bytes] = field(default_factory=deque)
-    role: str = ""
-    group: int = -1
-    incarnation: int = -1
-    place: int = -1
-    host: str = ""
-    heard: float = 0.0
-
-
-class Coordinator:
-    """The event loop around one `Membership`. `lease_s`: how long an agent may be silent."""
-
-    def __init__(self, server: socket.socket, membership: Membership, *, secret: str, lease_s: float = 1.5) -> None:
+    def __init__(
+        self,
+        server: socket.socket,
+        membership: Membership,
+        *,
+        secret: str,
+        lease_s: float = 1.5,
+        log: DecisionLog | None = None,
+        takes_over: Decision | None = None,
+    ) -> None:
+        super().__init__(server)
         self.membership = membership
-        self._server, self._secret, self._lease_s = server, secret, lease_s
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
-        self._peers: set[_Peer] = set()
-        self._ranks: dict[tuple[int, int], _Peer] = {}
+        self.superseded = 0
+        """The later term that was heard of."""
+        self._log = log
+        self._last: Decision | None = None
+        self._takeover: Takeover | None = None
+        if takes_over is not None:
+            m, now = membership, time.monotonic()
+            m.term, m.replicas = max(m.term, takes_over.term + 1), takes_over.replicas or m.replicas
+            self._takeover = Takeover(takes_over, m.block, m.steps, started=now, lease_s=lease_s)
+        self._secret, self._lease_s = secret, lease_s
+        self._ranks: dict[tuple[int, int], Peer] = {}
         self._decide_at: float | None = None
         self._force_at: float | None = None
         self._renew: tuple[float, int] | None = None  # when, and which epoch
         self._addresses: dict[tuple[int, int], str] = {}
+        self._alive_at = 0.0
+        self._had_standby = False
+        self._members: tuple[int, ...] = ()  # of the epoch, as it was formed
+        self._leavers: set[int] = set()
+        self._silent: set[int] = set()  # groups that were given up since, on hosts that fell silent
         self.finished = False
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Serve until the run has finished and everybody has gone, or `until` says so."""
-        while not until() and not (self.finished and not self._peers):
+        """Serve until the run has finished and all but standbys have gone, or a later term is heard of, or `until`
+        says so."""
+        while not until() and not self.superseded:
+            if self.finished and all(peer.role == "standby" for peer in self._peers):
+                for peer in self._peers:
+                    self._send(peer, {"kind": "over"})
+                return
             self.turn(0.1)
 
     def turn(self, timeout_s: float) -> None:
         now = time.monotonic()
         due = [at for at in (self._decide_at, self._force_at) if at is not None]
         due += [] if self._renew is None else [self._renew[0]]
-        for key, mask in self._selector.select(max(0.0, min([now + timeout_s, *due]) - now)):
-            if key.fileobj is self._server:
-                self._accept()
-            elif key.data in self._peers:
-                if mask & selectors.EVENT_WRITE:
-                    self._flush(key.data)
-                if mask & selectors.EVENT_READ:
-                    self._read(key.data)
+        self._listen(max(0.0, min([now + timeout_s, *due]) - now))
         now = time.monotonic()
         self._check_leases(now)
+        if self._takeover is not None and self._takeover.ready(now):
+            self._take_over(self._takeover)
         if self._decide_at is not None and now >= self._decide_at:
             self._decide()
         if self._force_at is not None and now >= self._force_at:
@@ -144,79 +107,43 @@ class Coordinator:
             self._decide()
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            self._part_from(peer)
-        self._selector.close()
-        self._server.close()
+        super().close()
+        if self._log is not None:
+            self._log.close()
 
     # ---- connections
 
-    def _accept(self) -> None:
-        link, _ = self._server.accept()
-        link.setblocking(False)
-        peer = _Peer(link, secrets.token_hex(16), heard=time.monotonic())
-        self._peers.add(peer)
-        self._selector.register(link, selectors.EVENT_READ, peer)
-        self._send(peer, {"kind": "challenge", "nonce": peer.nonce})
+    def _greet(self, peer: Peer) -> None:
+        challenge = {"kind": "challenge", "nonce": peer.nonce, "term": self.membership.term}
+        self._send(peer, challenge | {"epoch": self._known_epoch})
 
-    def _read(self, peer: _Peer) -> None:
-        try:
-            data = peer.link.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._on_end(peer)
-            return
-        peer.heard = time.monotonic()
-        try:
-            for record in peer.frames.feed(data):
-                self._take(peer, record)
-        except (WireError, KeyError, TypeError, ValueError) as error:
-            self._tell_agents("warning", message=f"the coordinator closed a connection: {error!r}", rank=None)
-            self._on_end(peer)
+    def _on_nonsense(self, error: Exception) -> None:
+        self._tell_agents("warning", message=f"the coordinator closed a connection: {error!r}", rank=None)
 
-    def _send(self, peer: _Peer, record: dict[str, Any]) -> None:
-        peer.out.append(pack(record))
-        self._flush(peer)
-
-    def _flush(self, peer: _Peer) -> None:
-        try:
-            while peer.out:
-                sent = peer.link.send(peer.out[0])
-                if sent < len(peer.out[0]):
-                    peer.out[0] = peer.out[0][sent:]
-                else:
-                    peer.out.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            peer.out.clear()  # its end is seen when it is read from
-        if peer in self._peers:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
-            self._selector.modify(peer.link, events, peer)
-
-    def _part_from(self, peer: _Peer) -> None:
-        if peer in self._peers:
-            self._peers.remove(peer)
-            self._selector.unregister(peer.link)
-            peer.link.close()
-
-    def _on_end(self, peer: _Peer) -> None:
+    def _on_end(self, peer: Peer) -> None:
         self._part_from(peer)
         if peer.role == "rank" and self._ranks.get((peer.group, peer.place)) is peer:
             del self._ranks[peer.group, peer.place]
+            if self._takeover is not None:
+                self._takeover.gone(peer.group, peer.place)
             self._lost(peer.group, peer.incarnation, "its connection ended")
 
     # ---- what is said
 
-    def _take(self, peer: _Peer, record: dict[str, Any]) -> None:
+    def _take(self, peer: Peer, record: dict[str, Any]) -> None:
         kind, m = record["kind"], self.membership
         if not peer.role:
             self._hello(peer, record)
         elif peer.role == "agent":
             self._from_agent(record)
+        elif peer.role == "standby":
+            pass  # a sign of life
+        elif int(record["term"]) > m.term:
+            self.superseded = int(record["term"])
+        elif kind == "ping":
+            self._send(peer, {"kind": "pong", "term": m.term})
+        elif self._takeover is not None and kind != "leave":
+            pass  # it belongs to an epoch that nobody waits for any more
         elif kind == "vote":
             m.voted(peer.group, peer.place, int(record["epoch"]), int(record["step"]), str(record["digest"]))
             self._decide_soon(0.0)
@@ -226,12 +153,13 @@ class Coordinator:
         elif kind == "stuck":
             self._on_stuck(peer, int(record["epoch"]), str(record["why"]))
         elif kind == "leave":
+            self._leavers.add(peer.group)
             m.leave(peer.group)
             self._tell_agents("leaving", group=peer.group)
         else:
             raise ValueError(f"unknown kind {kind!r}")
 
-    def _hello(self, peer: _Peer, record: dict[str, Any]) -> None:
+    def _hello(self, peer: Peer, record: dict[str, Any]) -> None:
         if record["kind"] != "hello" or not hmac.compare_digest(
             str(record.get("proof", "")), proof(self._secret, peer.nonce)
         ):
@@ -239,21 +167,45 @@ class Coordinator:
         peer.role = str(record["role"])
         if peer.role == "agent":
             peer.host = str(record["host"])
+        elif peer.role == "standby":
+            self._had_standby = True
+            self._decide_soon(0.0)
+            self._send(peer, {"kind": "decision", "decision": Decision.of(self.membership).record(None)})
+        else:
+            self._hello_of_rank(peer, record)
+
+    def _hello_of_rank(self, peer: Peer, record: dict[str, Any]) -> None:
+        group, incarnation, place, epoch = (int(record[k]) for k in ("group", "incarnation", "place", "epoch"))
+        if int(record["term"]) > self.membership.term and self._takeover is None:
+            self.superseded = int(record["term"])
             return
-        peer.group, peer.incarnation, peer.place = (int(record[k]) for k in ("group", "incarnation", "place"))
-        peer.host = str(record["host"])
-        before = self._ranks.get((peer.group, peer.place))
-        if before is None:
-            self._ranks[peer.group, peer.place] = peer
-            self._addresses[peer.group, peer.place] = str(record["address"])
-        step = record["step"]
-        self.membership.arrived(peer.group, peer.incarnation, peer.place, None if step is None else int(step))
-        self._tell_agents("arrived", group=peer.group, place=peer.place, step=step)
+        self.membership.term = max(self.membership.term, int(record["term"]) + (self._takeover is not None))
+        seat, step = (group, place), record["step"]
+        known = self.membership.groups.get(group)
+        if self._takeover is None and (seat in self._ranks or epoch or (known and known.incarnation != incarnation)):
+            why = f"group {group} is no part of the run any more"
+            self._send(peer, {"kind": "fenced", "term": self.membership.term, "why": why})
+            return
+        peer.group, peer.incarnation, peer.place, peer.host = group, incarnation, place, str(record["host"])
+        self._ranks[seat], self._addresses[seat] = peer, str(record["address"])
+        if self._takeover is not None:
+            share = tuple(int(unit) for unit in record["share"])
+            stands = -1 if step is None else int(step)
+            report = Report(group, incarnation, place, record["state"], epoch, stands, share)
+            self._takeover.came(report, record, time.monotonic())
+        else:
+            self.membership.arrived(group, incarnation, place, None if step is None else int(step))
+        if record["leaving"]:
+            self._leavers.add(group)
+            self.membership.leave(group)
+        self._tell_agents("arrived", group=group, place=place, step=step)
         self._decide_soon(0.0)
 
     def _from_agent(self, record: dict[str, Any]) -> None:
         kind = record["kind"]
         if kind == "lost":
+            if self._takeover is not None:
+                self._takeover.dead(int(record["group"]))
             self._lost(int(record["group"]), int(record["incarnation"]), str(record["why"]))
         elif kind == "scale":
             self.membership.replicas = int(record["replicas"])
@@ -261,7 +213,7 @@ class Coordinator:
         elif kind != "alive":
             raise ValueError(f"unknown kind {kind!r}")
 
-    def _on_stuck(self, peer: _Peer, epoch: int, why: str) -> None:
+    def _on_stuck(self, peer: Peer, epoch: int, why: str) -> None:
         """A sum failed. Mostly a loss explains it, which is heard of within moments; else the same groups try again."""
         if epoch == self.membership.epoch:
             self.membership.stuck(epoch)
@@ -279,15 +231,33 @@ class Coordinator:
         for place in range(self.membership.block):
             peer = self._ranks.pop((group, place), None)
             if peer is not None:
-                self._send(peer, {"kind": "fenced", "why": f"group {group} is lost: {why}"})
+                term, text = self.membership.term, f"group {group} is lost: {why}"
+                self._send(peer, {"kind": "fenced", "term": term, "why": text})
         self._decide_soon(DEBOUNCE_S)
 
     def _check_leases(self, now: float) -> None:
-        silent = [p for p in self._peers if p.role == "agent" and now - p.heard > self._lease_s]
-        for peer in silent:
-            self._part_from(peer)
-            for other in [p for p in self._peers if p.role == "rank" and p.host == peer.host]:
-                self._lost(other.group, other.incarnation, f"host {peer.host} is silent for {self._lease_s:g} s")
+        if now >= self._alive_at:
+            self._alive_at = now + self._lease_s / 4
+            for peer in [p for p in self._peers if p.role == "standby"]:
+                self._send(peer, {"kind": "alive"})
+        for peer in [p for p in self._peers if now - p.heard > self._lease_s]:
+            if peer.role == "standby":
+                self._on_end(peer)
+            elif peer.role == "agent":
+                self._part_from(peer)
+                others = [p for p in self._peers if p.role == "rank" and p.host == peer.host]
+                self._silent |= {p.group for p in others}
+                for other in others:
+                    self._lost(other.group, other.incarnation, f"host {peer.host} is silent for {self._lease_s:g} s")
+
+    @property
+    def _cut_off(self) -> bool:
+        """Whether this side may be the smaller one of two: the standby has gone too, and at least half of the epoch's
+        groups fell silent, of which nobody knows whether they live."""
+        if not self._had_standby or 2 * len(self._silent & set(self._members)) < max(1, len(self._members)):
+            return False
+        fresh = time.monotonic() - 0.75 * self._lease_s
+        return not any(peer.role == "standby" and peer.heard > fresh for peer in self._peers)
 
     # ---- decisions
 
@@ -295,20 +265,67 @@ class Coordinator:
         at = time.monotonic() + delay_s
         self._decide_at = at if self._decide_at is None else min(self._decide_at, at)
 
-    def _decide(self, *, force: bool = False) -> None:
+    @property
+    def _known_epoch(self) -> int:
+        return self.membership.epoch if self._takeover is None else self._takeover.known.epoch
+
+    def _take_over(self, takeover: Takeover) -> None:
+        m = self.membership
+        shape = {"block": m.block, "steps": m.steps, "minimum": m.minimum, "units_of": m._units_of, "term": m.term}
+        self.membership, fenced = takeover.finish(replicas=m.replicas, **shape)
+        self._takeover = None
+        for group in self._leavers:
+            self.membership.leave(group)
+        for seat in fenced:
+            text = f"group {seat[0]} did not come whole to the new coordinator"
+            self._send(self._ranks.pop(seat), {"kind": "fenced", "term": m.term, "why": text})
+        known = takeover.known
+        left = sorted(set(known.active + known.joining) - set(self.membership.groups))
+        self._tell_agents("took_over", term=m.term, epoch=known.epoch, step=self.membership.step, lost=left)
+        self.finished = self.membership.begun and self.membership.step >= m.steps
+        self._decide(before=(known.epoch, known.step))
+
+    def _decide(self, *, force: bool = False, before: tuple[int, int] | None = None) -> None:
         m = self.membership
         self._decide_at = None
-        epoch, step = m.epoch, m.step
-        for message in m.decide(force=force):
-            self.finished = self.finished or bool(message.record.get("finished"))
-            peer = self._ranks.get((message.group, message.place))
+        if self._takeover is not None or self._cut_off:
+            return
+        epoch, step = before or (m.epoch, m.step)
+        messages = m.decide(force=force)
+        self._keep(m)
+        packed: dict[tuple[int, int], bytes] = {}
+        left: set[int] = set()
+        for message in messages:
+            record, peer = message.record, self._ranks.get((message.group, message.place))
+            self.finished = self.finished or bool(record.get("finished"))
+            if record["kind"] == "released" and message.group not in left:
+                left.add(message.group)
+                self._tell_agents("left", group=message.group)
             if peer is not None:
-                self._send(peer, self._with_addresses(message.record, message.place))
+                key = id(record), message.place if record.get("next") or record["kind"] == "epoch" else 0
+                if key not in packed:
+                    packed[key] = pack(self._with_addresses(record, message.place) | {"term": m.term})
+                self._post(peer, packed[key])
         self._force_at = (self._force_at or time.monotonic() + HOLD_S) if m.waiting else None
         if m.step != step:
             self._tell_agents("commit", step=m.step, epoch=epoch)
         if m.epoch != epoch:
             self._tell_agents("epoch", epoch=m.epoch, step=m.step, active=m.active, joining=m.joining, term=m.term)
+
+    def _keep(self, m: Membership) -> None:
+        """A decision is with the log and the standbys before any member hears of it."""
+        last = self._last
+        if last is None or (last.epoch, last.step, last.replicas) != (m.epoch, m.step, m.replicas):
+            if last is None or last.epoch != m.epoch:
+                self._members, self._silent = (*m.active, *m.joining), set()
+                self._last = Decision.of(m)
+            else:
+                self._last = replace(last, step=m.step, replicas=m.replicas)
+            record = self._last.record(last)
+            if self._log is not None:
+                self._log.write(record)
+            for peer in [p for p in self._peers if p.role == "standby"]:
+                self._send(peer, {"kind": "decision", "decision": record})
 
     def _with_addresses(self, record: dict[str, Any], place: int) -> dict[str, Any]:
         """To each join the address at which the joiner's rank of the same place takes its snapshot."""
@@ -322,36 +339,3 @@ class Coordinator:
     def _tell_agents(self, event: str, **fields: Any) -> None:
         for peer in [p for p in self._peers if p.role == "agent"]:
             self._send(peer, {"kind": "event", "event": event, "fields": {"t": time.time(), **fields}})
-
-
-def membership_of(job: Job, *, term: int = 1) -> Membership:
-    """The membership that the job asks for."""
-    layout = job.layout
-    return Membership(
-        replicas=job.replicas,
-        block=layout.world_size // job.replicas,
-        steps=job.train.steps,
-        minimum=job.keep.min_replicas or 1,
-        units_of=lambda step: len(units_of_step(job, step)),
-        term=term,
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bessemer.keep.coordinator", description=(__doc__ or "").split("\n", 1)[0]
-    )
-    parser.add_argument("--address", required=True, help="unix:PATH or tcp:HOST:PORT")
-    parser.add_argument("--job", type=Path, required=True, help="the run's job.toml")
-    parser.add_argument("--lease", type=float, default=1.5, help="seconds that an agent may be silent")
-    given = parser.parse_args(arguments)
-    secret = os.environ.get(SECRET, "")
-    if not secret:
-        parser.error(f"{SECRET} is not set: without a secret anybody could join")
-    server = listen_at(given.address)
-    Coordinator(server, membership_of(load_job(given.job)), secret=secret, lease_s=given.lease).run()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

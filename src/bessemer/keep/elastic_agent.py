@@ -8,28 +8,29 @@ that judges, so that a rank whose interpreter is busy doesn't look dead.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bessemer.core.errors import PeerLost
 from bessemer.keep.agent import Agent
-from bessemer.keep.hub import Heard, Link, Wishes
-from bessemer.keep.links import SECRET, await_challenge, connect, proof
+from bessemer.keep.coordinators import Coordinators, Post
+from bessemer.keep.hub import Heard, Wishes
+from bessemer.keep.links import SECRET
 from bessemer.keep.process import Child, usable_cores
 from bessemer.keep.reception import RankState
 from bessemer.keep.template import ForkedChild, Template
-from bessemer.keep.wire import Frames, pack
 
 __all__ = ["ElasticAgent"]
 
-COORDINATOR_S = 30.0
+CONTROL = "agent.json"
+"""In the run folder while the run goes on: where its agent listens."""
+SEEK_S = 0.05
 WATCH_S = 0.2
 """Between two looks at the ranks' states, and two signs of life to the coordinator."""
 LEAST_HANG_S = 10.0
@@ -52,6 +53,7 @@ class _Group:
     states: list[RankState]
     started: float
     lost: bool = False
+    leaving: bool = False
 
 
 @dataclass
@@ -88,12 +90,14 @@ class ElasticAgent(Agent):
         self.block = self.world_size // self.job.replicas
         self._groups: dict[int, _Group] = {}
         self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
-        self._address = f"unix:{self.place}/coordinator"
-        self._coordinator: Child | None = None
         self._template: Template | None = None
-        self._link: Link | None = None
         self._names = 0
         self._lease_s = self.job.keep.lease_s or LEASE_S
+        self._replicas = self.job.replicas
+        self._control = self.folder.path / CONTROL
+        self.coordinators = Coordinators(
+            self.folder.path, self.place, self._hub, secret=self._secret, lease_s=self._lease_s
+        )
         self._quick = 0
         self._active: list[int] = []
         self._finished = False
@@ -108,7 +112,8 @@ class ElasticAgent(Agent):
         self.vault.start(self._hub)
         if self._template is not None:
             self._template.await_ready()
-        self._start_coordinator()
+        self.coordinators.start()
+        self._control.write_text(json.dumps({"agent": str(self.place / "agent")}))
         wanted = self.job.replicas + self.job.keep.spares
         for _ in range(wanted):
             self._start_group(joins=False)
@@ -131,29 +136,6 @@ class ElasticAgent(Agent):
         if self._template is None:
             return Child(self.options.command, environment, log)
         return ForkedChild(self._template, self.options.command, environment, log, self._give_sign)
-
-    def _start_coordinator(self) -> None:
-        command = [sys.executable, "-m", "bessemer.keep.coordinator", "--address", self._address]
-        command += ["--job", str(self.folder.job_file), "--lease", f"{self._lease_s:g}"]
-        log = self.folder.path / "logs" / "coordinator.log"
-        self._coordinator = Child(command, {**os.environ, SECRET: self._secret}, log)
-        self._coordinator.start()
-        deadline = time.monotonic() + COORDINATOR_S
-        while True:
-            try:
-                link = connect(self._address, 5.0)
-                break
-            except OSError as error:
-                if self._coordinator.exit_code() is not None or time.monotonic() > deadline:
-                    tail = "".join(f"\n    | {line}" for line in self._coordinator.tail())
-                    raise PeerLost(f"the coordinator did not come up\n  log: {log}{tail}",
-                                   code="coordinator-lost") from error  # fmt: skip
-                time.sleep(0.02)
-        [challenge] = Frames().feed(link.recv(4096))
-        hello = {"kind": "hello", "role": "agent", "host": socket.gethostname()}
-        link.sendall(pack(hello | {"proof": proof(self._secret, challenge["nonce"])}))
-        self._link = self._hub.follow(link)
-        self._hub.watch(self._coordinator.pidfd, self._coordinator)
 
     def _start_group(self, *, joins: bool) -> None:
         name = self._names
@@ -180,7 +162,7 @@ class ElasticAgent(Agent):
             "BESSEMER_GROUP": str(group),
             "BESSEMER_JOINS": "1" if joins else "",
             "BESSEMER_STORE": str(self.place / f"store-{group}"),
-            "BESSEMER_COORDINATOR": self._address,
+            "BESSEMER_COORDINATOR": self.coordinators.addresses,
             SECRET: self._secret,
         }
         return {"OMP_NUM_THREADS": self._threads, **self._environment(place), **ours}
@@ -193,19 +175,25 @@ class ElasticAgent(Agent):
 
     def _turn(self, wishes: Wishes) -> None:
         super()._turn(wishes)
-        if self._finished and any(not g.lost and not self._is_active(g) for g in self._groups.values()):
+        if self._finished or (self.reception.stopping and not any(self._goes_on(g) for g in self._groups.values())):
             self._dismiss_spares()
 
     def _take(self, heard: Heard) -> None:
-        if heard.link is not None and heard.link is self._link:
-            if heard.record is not None and heard.record["kind"] == "event":
-                self._from_coordinator(heard.record["event"], heard.record["fields"])
+        record = heard.record or {}
+        if heard.link is not None and heard.link is self.coordinators.link:
+            if heard.record is None:
+                self.coordinators.on_link_end()
+                self._seek_coordinator()
+            elif record["kind"] == "event":
+                self._from_coordinator(record["event"], record["fields"])
         elif heard.watched is self._template and heard.watched is not None:
             self._on_template_end()
-        elif heard.watched is self._coordinator and heard.watched is not None:
-            self._on_coordinator_end()
-        elif heard.link is not None and heard.record is not None and heard.record.get("kind") == "metric":
-            self._take_metric(heard.link.rank, heard.record["record"])
+        elif isinstance(heard.watched, Post):
+            self._on_coordinator_end(heard.watched)
+        elif heard.link is not None and record.get("kind") == "scale":
+            heard.link.send(self._scale(int(record["replicas"])))
+        elif heard.link is not None and record.get("kind") == "metric":
+            self._take_metric(heard.link.rank, record["record"])
         else:
             super()._take(heard)
 
@@ -227,10 +215,13 @@ class ElasticAgent(Agent):
                 self.journal.metric(self._others_metrics[step])
 
     def _from_coordinator(self, event: str, fields: dict[str, Any]) -> None:
-        if event == "commit":
+        if event in ("commit", "took_over"):
             self._progress.note(int(fields["step"]))
             self._finished = self._progress.step >= self.job.train.steps
+        if event == "commit":
             return  # the metrics have a line for each
+        if event in ("leaving", "left") and int(fields["group"]) in self._groups:
+            self._groups[int(fields["group"])].leaving = True
         self.journal.event(event, **fields)
         if event == "epoch":
             self._active = list(fields["active"])
@@ -238,6 +229,25 @@ class ElasticAgent(Agent):
 
     def _is_active(self, group: _Group) -> bool:
         return group.name in self._active
+
+    def _goes_on(self, group: _Group) -> bool:
+        return self._is_active(group) and not group.lost and any(not state.gone for state in group.states)
+
+    def _scale(self, replicas: int) -> dict[str, Any]:
+        """Ask for so many active groups from the next steps on; what answers the one who asked."""
+        least, before = self.job.keep.min_replicas or 1, self._replicas
+        if replicas < least:
+            text = f"{replicas} groups are fewer than the run may have, {least} (keep.min_replicas)"
+            return {"kind": "refused", "code": "scale-minimum", "message": text, "fix": f"--replicas {least} or more"}
+        if self._finished or self.reception.stopping or self._failing:
+            return {"kind": "refused", "code": "run-ending", "message": "the run is about to end", "fix": ""}
+        self._replicas = replicas
+        self.coordinators.tell("scale", {"kind": "scale", "replicas": replicas})
+        here = sum(not g.lost and not g.leaving for g in self._groups.values())
+        started = max(0, replicas + self.job.keep.spares - here)
+        for _ in range(started):
+            self._start_group(joins=True)
+        return {"kind": "scaled", "before": before, "replicas": replicas, "started": started}
 
     def _watch_ranks(self) -> None:
         """Every so often: a sign of life, and a look at those that stand still."""
@@ -259,8 +269,7 @@ class ElasticAgent(Agent):
         self._watch_progress(now)
 
     def _give_sign(self) -> None:
-        if self._link is not None:
-            self._link.send({"kind": "alive"})
+        self.coordinators.give_sign()
 
     def _on_template_end(self) -> None:
         assert self._template is not None
@@ -309,8 +318,9 @@ class ElasticAgent(Agent):
         how: dict[str, Any] = {} if state.exit_code is None else {"exit_code": state.exit_code}
         self.journal.event("rank_lost", rank=state.rank, group=group.name, why=why, step=state.step,
                            phase=state.phase, silent_s=silent_s, **how)  # fmt: skip
-        if self._link is not None:
-            self._link.send({"kind": "lost", "group": group.name, "incarnation": 0, "why": why})
+        self.coordinators.tell(
+            ("lost", group.name), {"kind": "lost", "group": group.name, "incarnation": 0, "why": why}
+        )
         for other in group.states:
             if other.child is not None and not other.gone:
                 other.told_to_end = True
@@ -320,7 +330,7 @@ class ElasticAgent(Agent):
             self._later(0.0, lambda: self._signal_rest(signal.SIGKILL))
             return
         self._quick = self._quick + 1 if time.monotonic() - group.started < QUICK_DEATH_S else 0
-        if self._finished or self.reception.stopping or self._failing:
+        if self._finished or self.reception.stopping or self._failing or group.leaving:
             return
         if self._quick >= QUICK_DEATHS:
             text = (
@@ -339,11 +349,33 @@ class ElasticAgent(Agent):
                         state.told_to_end = True
                         state.child.signal(signal.SIGKILL)
 
-    def _on_coordinator_end(self) -> None:
-        assert self._coordinator is not None
-        code = self._coordinator.exit_code()
-        if not self._finished and not self.reception.stopping:
-            self._kill(f"the coordinator ended with code {code}")
+    def _stop(self, signal_name: str) -> None:
+        """The wish goes over the ranks' connections alone: a signal to a rank is a wish of its group to leave."""
+        if signal_name:
+            self.journal.event("stop_requested", signal=signal_name)
+            self.journal.printer.line("stopping", f"{signal_name}: finishing the step and saving", "yellow")
+        self.reception.ask_to_stop()
+        why = f"the ranks did not finish and save within {self.timeouts.stop_s:g} s of the stop"
+        self._later(self.timeouts.stop_s, lambda: self._kill(why))
+
+    def _on_coordinator_end(self, post: Post) -> None:
+        if self._finished:
+            return
+        code = None if post.child is None else post.child.exit_code()
+        self.journal.event("coordinator_lost", address=post.address, exit_code=code)
+        why = self.coordinators.on_end(post)
+        if why:
+            self._kill(why)
+        self._seek_coordinator()
+
+    def _seek_coordinator(self) -> None:
+        """Until the one that leads is found."""
+        if self.coordinators.link is not None or self._finished or self._killed:
+            return
+        why = self.coordinators.seek()
+        if why:
+            self._kill(why)
+        self._later(SEEK_S, self._seek_coordinator)
 
     # ---- end
 
@@ -352,8 +384,8 @@ class ElasticAgent(Agent):
         return [state for g in self._groups.values() if self._failing or not g.lost for state in g.states]
 
     def _clear(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.kill_session()
+        self.coordinators.kill()
+        self._control.unlink(missing_ok=True)
         super()._clear()
         if self._template is not None:
             self._template.close()

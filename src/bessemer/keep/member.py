@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import select
 import signal
 import socket
@@ -72,6 +73,9 @@ class Member:
         self._guard = threading.RLock()  # records may come from a checkpoint thread too
         self.services: subprocess.Popen[bytes] | None = None  # of this host, in the rank that started them
         self._signal = ""
+        self.leave_wishes: queue.SimpleQueue[str] | None = None
+        """Where groups may leave a run: the names of signals that reached this process, each a wish of its group to
+        leave. Elsewhere None: a signal is a wish to stop the run."""
         self._welcome: dict[str, Any] | None = None
 
     @classmethod
@@ -97,6 +101,8 @@ class Member:
             member.run_folder = _path_of(os.environ.get("BESSEMER_RUN"))
             member.store = _path_of(os.environ.get("BESSEMER_STORE"))
             member.number = int(os.environ.get("BESSEMER_NUMBER", member.rank))
+            if "BESSEMER_GROUP" in os.environ:
+                member.leave_wishes = queue.SimpleQueue()  # whose put is safe in a signal handler
             member.connect()
         else:
             from bessemer.keep.join import join_host
@@ -217,7 +223,8 @@ class Member:
     def connect(self) -> None:
         """Connects to the agent's socket and introduces itself. Raises PeerLost when nobody listens there.
 
-        From here on SIGTERM and SIGINT are a wish to stop; the agent sends none before it has heard the hello.
+        From here on SIGTERM and SIGINT are a wish to stop, or to leave; the agent sends none before it has heard the
+        hello.
         """
         self._install_handlers()
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -317,6 +324,9 @@ class Member:
 
     def _install_handlers(self) -> None:
         def on_signal(number: int, frame: FrameType | None) -> None:
+            if self.leave_wishes is not None:
+                self.leave_wishes.put(signal.Signals(number).name)
+                return
             if not self._stop:
                 self._signal = signal.Signals(number).name
             self._stop = True

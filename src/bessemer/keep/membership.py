@@ -22,46 +22,13 @@ incarnation tells processes under the same name apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from bessemer.data.cursor import deal
+from bessemer.keep.groups import Group, Message, Report
 
 __all__ = ["Group", "Membership", "Message", "Report"]
-
-
-@dataclass
-class Group:
-    """What is known of a group. `here`: the places whose ranks have come; `synced`: those that have caught up."""
-
-    name: int
-    incarnation: int
-    step: int | None  # at which its state stands as it came; None: it has none
-    here: set[int] = field(default_factory=set)
-    state: Literal["forming", "spare", "joining", "active"] = "forming"
-    synced: set[int] = field(default_factory=set)
-    leaving: bool = False
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank tells a coordinator that takes over. share: its units of the step after `step`, if it had any."""
-
-    group: int
-    incarnation: int
-    place: int
-    state: Literal["forming", "spare", "joining", "active"]
-    epoch: int
-    step: int
-    share: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Message:
-    group: int
-    place: int
-    record: dict[str, Any]
 
 
 class Membership:
@@ -82,11 +49,15 @@ class Membership:
         self.replicas, self.block, self.steps, self.minimum = replicas, block, steps, minimum
         self.term, self.epoch, self.step = term, 0, step
         self.groups: dict[int, Group] = {}
-        self.shares: dict[int, list[int]] = {}
+        self._shares: dict[int, list[int]] | None = {}
+        self._dealt_to: list[int] = []
         self.begun = False
         self._units_of = units_of
         self._joins: dict[int, tuple[int, int, int]] = {}  # joiner -> donor, its incarnation, the step of the snapshot
         self._votes: dict[tuple[int, int], str] = {}
+        self._leavers: set[int] = set()
+        self._names: dict[str, list[int]] = {}  # by state, as long as no group's changes
+        self._voters = 0  # ranks whose votes the epoch needed when it was formed
         self._lost: list[Group] = []  # of the epoch, since it was formed
         self._held = False  # a lost group had voted: the others' votes may still make the step true
         self._renew = False
@@ -106,6 +77,20 @@ class Membership:
     def spare(self) -> list[int]:
         return self._in("spare")
 
+    @property
+    def joins(self) -> dict[int, tuple[int, int, int]]:
+        """By joiner: its donor, the donor's incarnation, and the step of the snapshot."""
+        return dict(self._joins)
+
+    @property
+    def shares(self) -> dict[int, list[int]]:
+        """By active group its units of the step that is under way."""
+        if self._shares is None:
+            units = self._units_of(self.step) if self.step < self.steps else 0
+            dealt = deal(self.step, units, len(self._dealt_to)) if self._dealt_to else []
+            self._shares = dict(zip(self._dealt_to, dealt, strict=True))
+        return self._shares
+
     def arrived(self, name: int, incarnation: int, place: int, step: int | None) -> None:
         """A rank said hello; `step` is where its state stands, None if it has none yet."""
         group = self.groups.get(name)
@@ -118,7 +103,7 @@ class Membership:
         if group.step != step:
             group.step = None
         if len(group.here) == self.block:
-            group.state = "spare"
+            self._set(name, "spare")
 
     def voted(self, name: int, place: int, epoch: int, step: int, digest: str) -> None:
         """A rank has the sum of step `step` (from 0) and would apply it. `digest`: of what all groups must have alike
@@ -147,7 +132,7 @@ class Membership:
         group = self.groups.get(name)
         if group is None or group.incarnation != incarnation:
             return
-        del self.groups[name]
+        self._forget(name)
         if group.state in ("active", "joining"):
             whole = all((name, place) in self._votes for place in range(self.block))
             self._held = whole and (self._held or not self._lost)
@@ -157,12 +142,15 @@ class Membership:
         """The group asks to be let go: it is, at the next commit, as long as others are left."""
         if name in self.groups:
             self.groups[name].leaving = True
+            self._leavers.add(name)
 
     # ---- what follows
 
     def decide(self, *, force: bool = False) -> list[Message]:
         """Messages that follow from what happened since. `force`: a step that might still come true by the votes of
         the survivors alone is waited for no longer."""
+        for name in [name for name in self._leavers if name in self.spare]:
+            self._release(name)
         if not self.begun:
             self._begin()
         elif self._lost and not (self._held and not force and not self._all_voted()):
@@ -185,7 +173,23 @@ class Membership:
         return bool(self._lost)
 
     def _in(self, state: str) -> list[int]:
-        return sorted(g.name for g in self.groups.values() if g.state == state)
+        """Ascending. The list is shared: groups are many and change seldom."""
+        if state not in self._names:
+            self._names[state] = sorted(g.name for g in self.groups.values() if g.state == state)
+        return self._names[state]
+
+    def _set(self, name: int, state: Literal["spare", "joining", "active"]) -> None:
+        self.groups[name].state = state
+        self._names.clear()
+
+    def _forget(self, name: int) -> None:
+        del self.groups[name]
+        self._leavers.discard(name)
+        self._names.clear()
+
+    def _release(self, name: int) -> None:
+        self._forget(name)
+        self._tell(name, range(self.block), {"kind": "released"})
 
     def _tell(self, name: int, places: Iterable[int], record: dict[str, Any]) -> None:
         self._out += [Message(name, place, record) for place in places]
@@ -208,16 +212,24 @@ class Membership:
         self.step = next(iter(steps)) or 0
         self.begun = True
         for group in ready[: self.replicas]:
-            group.state = "active"
+            self._set(group.name, "active")
         self._deal()
         self._form_epoch()
 
     def _deal(self) -> None:
-        """Shares of the next step, over the active groups."""
-        active = self.active
-        units = self._units_of(self.step) if self.step < self.steps else 0
-        dealt = deal(self.step, units, len(active)) if active else []
-        self.shares = dict(zip(active, dealt, strict=True))
+        """The next step's units go to the active groups, once anybody asks for the shares."""
+        self._shares, self._dealt_to = None, self.active
+
+    def _strand(self) -> None:
+        text = "no group is left that holds the state"
+        for name in self.joining + self.spare:
+            self._tell(name, range(self.block), {"kind": "failed", "code": "stranded", "message": text})
+
+    def _share_out(self, kept: dict[int, list[int]], missing: list[int]) -> None:
+        """The groups keep what they have of the step, and share out what is missing."""
+        dealt = deal(self.step, len(missing), len(kept)) if kept else []
+        pairs = zip(kept.items(), dealt, strict=True)
+        self._shares = {name: units + [missing[i] for i in places] for (name, units), places in pairs}
 
     def _settle_losses(self) -> None:
         """If all that live have voted, and so had the lost, the step is true; else it is done again for what is
@@ -231,19 +243,18 @@ class Membership:
         self._held = False
         active = self.active
         if not active:
-            text = "no group is left that holds the state"
-            for name in self.joining + self.spare:
-                self._tell(name, range(self.block), {"kind": "failed", "code": "stranded", "message": text})
+            self._strand()
             return
-        missing = sorted(u for name, units in self.shares.items() if name not in active for u in units)
-        self.shares = {name: self.shares[name] for name in active}
-        for name, places in zip(active, deal(self.step, len(missing), len(active)), strict=True):
-            self.shares[name] = self.shares[name] + [missing[i] for i in places]
+        left = set(active)
+        missing = sorted(u for name, units in self.shares.items() if name not in left for u in units)
+        self._share_out({name: self.shares[name] for name in active}, missing)
         if len(active) < self.minimum:
             self._change_members()
         self._form_epoch()
 
     def _all_voted(self) -> bool:
+        if not self._lost:
+            return 0 < self._voters == len(self._votes)  # none of them is of a group that is gone
         members = self.active + self.joining
         return bool(members) and all((name, place) in self._votes for name in members for place in range(self.block))
 
@@ -274,8 +285,7 @@ class Membership:
         for name in before:
             self._tell(name, range(self.block), record)
         for name in [n for n in before if n in self.groups and self.groups[n].state == "spare"]:
-            del self.groups[name]
-            self._tell(name, range(self.block), {"kind": "released"})
+            self._release(name)
         if record["next"] is not None:
             for name in [n for n in self.joining if n not in before]:
                 self._tell(name, range(self.block), record["next"])
@@ -299,19 +309,21 @@ class Membership:
         changed = False
         for name in self.joining:
             if len(self.groups[name].synced) == self.block:
-                self.groups[name].state, changed = "active", True
+                self._set(name, "active")
                 self._joins.pop(name)
-        for name in self.active[::-1]:
-            group, others = self.groups[name], len(self.active) - 1
-            if (group.leaving and others >= 1) or len(self.active) > self.replicas:
-                group.state, changed = "spare", True  # until the commit has told it
-                group.step = None
-        for name in self.spare:
+                changed = True
+        active = self.active
+        left = len(active)
+        for name in reversed(active):
             group = self.groups[name]
-            if group.leaving or len(self.active) + len(self.joining) >= self.replicas:
-                continue
-            group.state, changed = "joining", True
-            group.synced.clear()
+            if left > 1 and (group.leaving or left > self.replicas):
+                self._set(name, "spare")  # until the commit has told it
+                changed, left, group.step = True, left - 1, None
+        wanted = self.replicas - left - len(self.joining)
+        for name in [n for n in self.spare if not self.groups[n].leaving][: max(0, wanted)]:
+            self._set(name, "joining")
+            self.groups[name].synced.clear()
+            changed = True
         return changed
 
     def _form_epoch(self) -> None:
@@ -328,6 +340,7 @@ class Membership:
                 self._joins[name] = (donor, self.groups[donor].incarnation, self.step)
                 self.groups[name].synced.clear()
         self._joins = {name: join for name, join in self._joins.items() if name in self.groups}
+        self._voters = (len(active) + len(self.joining)) * self.block
         return {
             "kind": "epoch",
             "term": self.term,
@@ -342,31 +355,38 @@ class Membership:
     # ---- taking over
 
     @classmethod
-    def recovered(cls, reports: Iterable[Report], **shape: Any) -> Membership:
-        """The membership as the ranks report it to a coordinator of a new term: groups of which every rank has come.
+    def recovered(
+        cls,
+        reports: Iterable[Report],
+        *,
+        epoch: int = 0,
+        joins: Mapping[int, tuple[int, int, int]] | None = None,
+        **shape: Any,
+    ) -> Membership:
+        """The membership as the ranks report it to a coordinator of a new term.
 
         The highest step that any of them has counts as committed: all have voted for it. What nobody reports of the
-        step after it is dealt anew. `shape`: the arguments of the class, `term` above all earlier ones."""
+        step after it is dealt anew. `shape`: the arguments of the class, `term` above all earlier ones, and `step`,
+        `epoch` and `joins` as far as they are known from elsewhere."""
         found = cls(**shape)
         reports = list(reports)
-        found.begun = any(r.state in ("active", "joining") for r in reports)
-        found.epoch = max((r.epoch for r in reports), default=0)
-        found.step = max((r.step for r in reports if r.state == "active"), default=found.step)
+        found.epoch = max([r.epoch for r in reports] + [epoch])
+        found.begun = found.epoch > 0
+        found.step = max([r.step for r in reports if r.state == "active"] + [found.step])
         for report in reports:
-            blank = report.state in ("spare", "joining")
+            blank = found.begun and report.state in ("spare", "joining")
             found.arrived(report.group, report.incarnation, report.place, None if blank else report.step)
-        for name, group in list(found.groups.items()):
-            if len(group.here) < found.block:
-                continue
-            group.state = "active" if all(r.state == "active" for r in reports if r.group == name) else "spare"
+        for name, group in found.groups.items():
+            states = {r.state for r in reports if r.group == name}
+            if len(group.here) == found.block and states <= {"active", "joining"}:
+                found._set(name, "active" if states == {"active"} else "joining")
+        found._joins = {name: join for name, join in (joins or {}).items() if name in found.joining}
         kept = {r.group: list(r.share) for r in reports if r.state == "active" and r.step == found.step}
-        found.shares = {name: kept.get(name, []) for name in found.active}
-        taken = {u for units in found.shares.values() for u in units}
+        taken = {u for name in found.active for u in kept.get(name, [])}
         units = found._units_of(found.step) if found.step < found.steps else 0
-        missing = [u for u in range(units) if u not in taken]
-        active = found.active
-        for name, places in zip(active, deal(found.step, len(missing), len(active)) if active else [], strict=True):
-            found.shares[name] += [missing[i] for i in places]
-        if found.begun and active:
+        found._share_out({n: kept.get(n, []) for n in found.active}, [u for u in range(units) if u not in taken])
+        if found.begun and found.active:
             found._form_epoch()
+        elif found.begun and found.step < found.steps:
+            found._strand()
         return found

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bessemer.core.errors import CheckpointError
 from bessemer.keep.cohort import Join
-from bessemer.keep.coordinator import connect, listen_at, proof
+from bessemer.keep.links import connect, listen_at, proof
 from bessemer.models.canonical import local
 from bessemer.models.quantise import refresh_amax
 from bessemer.models.watched import refresh_fallen

@@ -1,0 +1,90 @@
+"""The verb `coordinator`."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bessemer.api._check import check
+from bessemer.core.errors import ConfigError, RequestError
+
+__all__ = ["Served", "coordinator"]
+
+LEAST_SECRET = 16
+
+
+@dataclass(frozen=True)
+class Served:
+    exit_code: int
+
+    def __str__(self) -> str:
+        return ""
+
+
+def coordinator(
+    job_path: str,
+    sets: Sequence[str] = (),
+    *,
+    address: str = "tcp:127.0.0.1:29400",
+    secret_file: str = "",
+    standby_of: str = "",
+    recover: bool = False,
+) -> Served:
+    """Run the coordinator of a job alone, in the foreground, for ranks that others start.
+
+    Needed only where the ranks of one run have several agents: `bessemer train` starts its own. The secret that ranks
+    and agents must know comes from BESSEMER_SECRET or a file. Ends when the run has finished.
+
+    job_path: The job file (TOML).
+    sets: Override a field: --set train.steps=50. May be repeated.
+    address: Where to listen, unix:PATH or tcp:HOST:PORT. Other hosts reach it only where HOST is an address of theirs.
+    secret_file: A file with the secret, which only its owner can read.
+    standby_of: Stand by for the coordinator at that address, and take over when it ends.
+    recover: Go on from the decisions that are in the run folder, where no coordinator and no standby is left.
+    """
+    checked = check(job_path, sets)
+    if checked.problems:
+        raise ConfigError(checked.problems, job_path)
+    assert checked.job is not None, "a job without problems was read"
+    job = checked.job
+    if job.keep.mode != "zero-interruption":
+        text = f"keep.mode = {job.keep.mode!r} has no coordinator"
+        raise RequestError(text, code="coordinator-mode", fix="--set keep.mode=zero-interruption")
+    if not address.startswith(("unix:", "tcp:")) or (
+        address.startswith("tcp:") and not address.rpartition(":")[2].isdigit()
+    ):
+        raise RequestError(f"{address!r} is no address", code="coordinator-address", fix="unix:PATH or tcp:HOST:PORT")
+    from bessemer.keep.coordinate import Post, serve
+
+    log = job.run.folder.expanduser().absolute() / "decisions.jsonl"
+    post = Post(address, _secret(secret_file), log, job.keep.lease_s or 1.5, standby_of, recover)
+    try:
+        return Served(serve(job, post))
+    except OSError as error:
+        text = f"the coordinator can't serve at {address}: {error}"
+        raise RequestError(text, code="coordinator-address", fix="--address tcp:HOST:PORT that is free") from error
+
+
+def _secret(path: str) -> str:
+    from bessemer.keep.links import SECRET
+
+    if not path:
+        secret = os.environ.get(SECRET, "")
+    else:
+        try:
+            if stat.S_IMODE(Path(path).stat().st_mode) & 0o077:
+                text = f"others can read the secret in {path}"
+                raise RequestError(text, code="secret-open", fix=f"chmod 600 {path}")
+            secret = Path(path).read_text().strip()
+        except OSError as error:
+            raise RequestError(f"can't read {path}: {error.strerror}", code="secret-missing") from error
+    if len(secret) < LEAST_SECRET:
+        text = (
+            f"the run's secret has {len(secret)} characters: without one anybody could join, and a short one is guessed"
+        )
+        fix = f"{SECRET}=$(openssl rand -hex 32), or --secret-file with {LEAST_SECRET} characters or more"
+        raise RequestError(text, code="secret-missing", fix=fix)
+    return secret

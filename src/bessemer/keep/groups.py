@@ -1,0 +1,40 @@
+"""Groups of a run as a coordinator sees them, what their ranks report, and what they are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["Group", "Message", "Report"]
+
+
+@dataclass
+class Group:
+    """What is known of a group. `here`: the places whose ranks have come; `synced`: those that have caught up."""
+
+    name: int
+    incarnation: int
+    step: int | None  # at which its state stands as it came; None: it has none
+    here: set[int] = field(default_factory=set)
+    state: Literal["forming", "spare", "joining", "active"] = "forming"
+    synced: set[int] = field(default_factory=set)
+    leaving: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells a coordinator that takes over. share: its units of the step after `step`, if it had any."""
+
+    group: int
+    incarnation: int
+    place: int
+    state: Literal["forming", "spare", "joining", "active"]
+    epoch: int
+    step: int
+    share: tuple[int, ...] = ()
+
+
+class Message(NamedTuple):
+    group: int
+    place: int
+    record: dict[str, Any]

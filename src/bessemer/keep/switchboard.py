@@ -1,0 +1,127 @@
+"""The connections of a coordinator: accepting, reading whole records, and sending without waiting."""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bessemer.keep.wire import Frames, WireError, pack
+
+__all__ = ["Peer", "Switchboard"]
+
+
+@dataclass(eq=False)
+class Peer:
+    """The other side of a connection; what follows `heard` (by the monotonic clock) is known after its hello."""
+
+    link: socket.socket
+    nonce: str
+    frames: Frames = field(default_factory=Frames)
+    out: deque[bytes] = field(default_factory=deque)
+    writes: bool = False  # whether it waits until the socket takes more
+    heard: float = 0.0
+    role: str = ""
+    group: int = -1
+    incarnation: int = -1
+    place: int = -1
+    host: str = ""
+
+
+class Switchboard:
+    """`_greet`, `_take`, `_on_end` and `_on_nonsense` say what the connections mean."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._peers: set[Peer] = set()
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self._part_from(peer)
+        self._selector.close()
+        self._server.close()
+
+    def _greet(self, peer: Peer) -> None:
+        raise NotImplementedError
+
+    def _take(self, peer: Peer, record: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _on_end(self, peer: Peer) -> None:
+        raise NotImplementedError
+
+    def _on_nonsense(self, error: Exception) -> None:
+        raise NotImplementedError
+
+    def _listen(self, timeout_s: float) -> None:
+        for key, mask in self._selector.select(timeout_s):
+            if key.fileobj is self._server:
+                self._accept()
+            elif key.data in self._peers:
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if mask & selectors.EVENT_READ:
+                    self._read(key.data)
+
+    def _accept(self) -> None:
+        link, _ = self._server.accept()
+        link.setblocking(False)
+        peer = Peer(link, secrets.token_hex(16), heard=time.monotonic())
+        self._peers.add(peer)
+        self._selector.register(link, selectors.EVENT_READ, peer)
+        self._greet(peer)
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            data = peer.link.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._on_end(peer)
+            return
+        peer.heard = time.monotonic()
+        try:
+            for record in peer.frames.feed(data):
+                self._take(peer, record)
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            self._on_nonsense(error)
+            self._on_end(peer)
+
+    def _send(self, peer: Peer, record: Mapping[str, Any]) -> None:
+        self._post(peer, pack(record))
+
+    def _post(self, peer: Peer, frame: bytes) -> None:
+        peer.out.append(frame)
+        self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        waited = peer.writes
+        try:
+            while peer.out:
+                sent = peer.link.send(peer.out[0])
+                if sent < len(peer.out[0]):
+                    peer.out[0] = peer.out[0][sent:]
+                else:
+                    peer.out.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            peer.out.clear()  # its end is seen when it is read from
+        peer.writes = bool(peer.out)
+        if peer in self._peers and peer.writes != waited:
+            self._selector.modify(peer.link, selectors.EVENT_READ | selectors.EVENT_WRITE * peer.writes, peer)
+
+    def _part_from(self, peer: Peer) -> None:
+        if peer in self._peers:
+            self._peers.remove(peer)
+            self._selector.unregister(peer.link)
+            peer.link.close()

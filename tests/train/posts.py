@@ -1,0 +1,146 @@
+"""A fleet whose coordinators are processes: one that leads and one that stands by. They can be killed and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ranks
+from train.fleet import SECRET, Fleet
+
+from bessemer.core.job import Job
+from bessemer.keep.coordinate import Post, serve
+from bessemer.keep.links import await_challenge, connect, proof
+from bessemer.keep.wire import Frames, pack
+
+LEASE_S = 1.5
+
+
+def coordinate(job: Job, post: Post) -> None:
+    for name in ("stdout", "stderr"):
+        setattr(sys, name, open(f"{post.address.removeprefix('unix:')}.{name}", "a"))  # noqa: SIM115
+    sys.exit(serve(job, post))
+
+
+class Staffed(Fleet):
+    """`lead` says which of the two addresses leads. This process is the agent, at the coordinator that leads; it tells
+    of no deaths but those in `dead`."""
+
+    def __enter__(self) -> Staffed:
+        (self.folder / "out").mkdir(parents=True, exist_ok=True)
+        self.slots = [f"unix:{self.folder}/c0", f"unix:{self.folder}/c1"]
+        self.address = ",".join(self.slots)
+        self.lead, self.posts = 0, {}  # type: int, dict[int, Any]
+        self.dead: list[int] = []
+        self.view = SimpleNamespace(step=0, epoch=0, term=0, active=[], joining=[])
+        self._link: socket.socket | None = None
+        self.post(0)
+        self._until_there(self.slots[0])
+        self.post(1, standby_of=self.slots[0])
+        import threading
+
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._done.set()
+        self._thread.join()
+        for process in [*self._processes.values(), *self.posts.values()]:
+            process.kill()
+        for process in [*self._processes.values(), *self.posts.values()]:
+            process.join()
+
+    def post(self, slot: int, *, standby_of: str = "", recover: bool = False) -> None:
+        post = Post(self.slots[slot], SECRET, self.folder / "log", LEASE_S, standby_of, recover)
+        process = self.posts[slot] = ranks._context.Process(target=coordinate, args=(self.job, post), daemon=True)
+        process.start()
+
+    @property
+    def membership(self) -> Any:
+        return self.view
+
+    def lost(self, group: int, incarnation: int, why: str) -> None:
+        self.dead.append(group)
+        self._say({"kind": "lost", "group": group, "incarnation": incarnation, "why": why})
+
+    def signal_lead(self, number: int) -> None:
+        os.kill(self.posts[self.lead].pid, number)
+        if number == signal.SIGKILL:
+            self.posts[self.lead].join()
+
+    def until_led_by(self, slot: int, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.lead != slot:
+            assert time.monotonic() < deadline, f"no coordinator at {slot}; {self._told()}"
+            time.sleep(0.01)
+
+    def until_stopped(self, group: int, timeout_s: float = 60.0) -> None:
+        """Wait until a rank of the group has stopped itself."""
+        deadline = time.monotonic() + timeout_s
+        while not any(key[0] == group for key in self._stopped):
+            assert time.monotonic() < deadline, f"group {group} goes on; {self._told()}"
+            time.sleep(0.01)
+
+    def kill(self, group: int) -> None:
+        for (name, _, _), process in self._processes.items():
+            if name == group:
+                process.kill()
+
+    def _until_there(self, address: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not Path(address.removeprefix("unix:")).exists():
+            assert time.monotonic() < deadline, f"nobody listens at {address}"
+            time.sleep(0.01)
+
+    def _say(self, record: dict[str, Any]) -> None:
+        with suppress(OSError, AttributeError):
+            self._link.sendall(pack(record))  # type: ignore[union-attr]
+
+    def _serve(self) -> None:
+        """An agent: always at the coordinator that leads."""
+        while not self._done.is_set():
+            for slot in (self.lead, 1 - self.lead):
+                with suppress(OSError):
+                    self._attend(slot)
+            time.sleep(0.02)
+
+    def _attend(self, slot: int) -> None:
+        frames = Frames()
+        with connect(self.slots[slot], 1.0) as link:
+            challenge = await_challenge(link, frames)
+            link.sendall(pack({"kind": "hello", "role": "agent", "host": "here",
+                               "proof": proof(SECRET, challenge["nonce"])}))  # fmt: skip
+            self._link, self.lead = link, slot
+            for group in self.dead:
+                self._say({"kind": "lost", "group": group, "incarnation": 0, "why": "it is dead"})
+            link.settimeout(0.1)
+            heard = time.monotonic()
+            while not self._done.is_set():
+                self._say({"kind": "alive"})
+                self._watch()
+                try:
+                    data = link.recv(1 << 16)
+                except TimeoutError:
+                    if time.monotonic() - heard < 4 * LEASE_S:
+                        continue
+                    return
+                heard = time.monotonic()
+                if not data:
+                    return
+                for record in frames.feed(data):
+                    if record["kind"] == "event":
+                        self._note(record["event"], record["fields"])
+
+    def _note(self, event: str, fields: dict[str, Any]) -> None:
+        self.events.append({"event": event, **fields})
+        for name in vars(self.view):
+            if event in ("epoch", "commit") and name in fields:
+                setattr(self.view, name, fields[name])

@@ -1,0 +1,59 @@
+"""Runs of groups whose coordinator dies, falls silent or is cut off: another one takes over, and no bit is lost."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train.fleet import Fault
+from train.posts import Staffed
+from train.test_elastic import _digests, _job, _undisturbed
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="bsm", dir="/tmp") as path:  # a socket's path must be short
+        yield Path(path)
+
+
+def _named(fleet: Staffed, event: str) -> list[dict[str, Any]]:
+    return [e for e in fleet.events if e["event"] == event]
+
+
+def test_a_standby_takes_over_and_another_after_it(folder: Path) -> None:
+    """The coordinator is killed twice; nobody is lost."""
+    with Staffed(folder, _job(steps=30), pause_s=0.05) as fleet:
+        for group in range(3):
+            fleet.start(group)
+        fleet.until(lambda m: m.step >= 3)
+        fleet.signal_lead(signal.SIGKILL)
+        fleet.until_led_by(1)
+        fleet.post(0, standby_of=fleet.slots[1])
+        fleet.until(lambda m: m.step >= 10 and m.term == 2)
+        fleet.signal_lead(signal.SIGKILL)
+        fleet.until_led_by(0)
+        ended = fleet.wait()
+    assert _digests(ended, groups=3) == _undisturbed("one rank", 30)
+    assert not _named(fleet, "group_lost") and [e["term"] for e in _named(fleet, "epoch")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["one rank", "tp"])
+@pytest.mark.parametrize("point", ["forward", "reduce", "voted"])
+def test_a_member_dies_with_the_coordinator(folder: Path, name: str, point: str) -> None:
+    """The survivors, a majority, go on in the step that was under way."""
+    with Staffed(folder, _job(name), pause_s=0.05) as fleet:
+        for group in range(3):
+            fleet.start(group, fault=Fault(point, 4, signal.SIGSTOP) if group == 1 else None)
+        fleet.silent_s = 1e9
+        fleet.until_stopped(1)
+        fleet.signal_lead(signal.SIGKILL)
+        fleet.kill(1)
+        ended = fleet.wait()
+    assert _digests(ended, groups=2) == _undisturbed(name, 10)
+    assert _named(fleet, "took_over")[0]["lost"] == [1]
