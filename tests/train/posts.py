@@ -71,10 +71,16 @@ class Staffed(Fleet):
         self.dead.append(group)
         self._say({"kind": "lost", "group": group, "incarnation": incarnation, "why": why})
 
+    def scale(self, replicas: int) -> None:
+        self._say({"kind": "scale", "replicas": replicas})
+
     def signal_lead(self, number: int) -> None:
-        os.kill(self.posts[self.lead].pid, number)
+        self.signal_slot(self.lead, number)
+
+    def signal_slot(self, slot: int, number: int) -> None:
+        os.kill(self.posts[slot].pid, number)
         if number == signal.SIGKILL:
-            self.posts[self.lead].join()
+            self.posts[slot].join()
 
     def until_led_by(self, slot: int, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s

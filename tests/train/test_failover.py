@@ -57,3 +57,47 @@ def test_a_member_dies_with_the_coordinator(folder: Path, name: str, point: str)
         ended = fleet.wait()
     assert _digests(ended, groups=2) == _undisturbed(name, 10)
     assert _named(fleet, "took_over")[0]["lost"] == [1]
+
+
+@pytest.mark.parametrize("name", ["one rank", "tp"])
+def test_a_signal_to_a_rank_is_its_groups_wish_to_leave(folder: Path, name: str) -> None:
+    with Staffed(folder, _job(name, 16), pause_s=0.05) as fleet:
+        for group in range(3):
+            fleet.start(group)
+        fleet.until(lambda m: m.step >= 3)
+        fleet.stop(1, signal.SIGTERM)
+        ended = fleet.wait()
+    assert _digests(ended, groups=2) == _undisturbed(name, 16)
+    gone = [end["ended"] for (group, _, _), end in ended.items() if group == 1]
+    assert len(gone) == fleet.block and all(text.startswith("released") for text in gone)
+    assert [e["group"] for e in _named(fleet, "left")] == [1] and not _named(fleet, "group_lost")
+
+
+def test_a_run_is_scaled_down_and_up(folder: Path) -> None:
+    with Staffed(folder, _job(steps=30), pause_s=0.05) as fleet:
+        for group in range(3):
+            fleet.start(group)
+        fleet.until(lambda m: m.step >= 3)
+        fleet.scale(1)
+        fleet.until(lambda m: m.active == [0])
+        fleet.scale(3)
+        fleet.start(5, joins=True)
+        fleet.start(6, joins=True)
+        fleet.until(lambda m: m.active == [0, 5, 6] or m.step == 30)
+        ended = fleet.wait()
+    assert fleet.view.active == [0, 5, 6], "they were to join before the end"
+    assert _digests(ended, groups=3) == _undisturbed("one rank", 30)
+
+
+def test_a_coordinator_that_hangs_is_left(folder: Path) -> None:
+    """A stopped coordinator keeps its connections; when it wakes up after the standby took over it is of no account."""
+    with Staffed(folder, _job(steps=16), pause_s=0.05) as fleet:
+        for group in range(3):
+            fleet.start(group)
+        fleet.until(lambda m: m.step >= 3)
+        fleet.signal_lead(signal.SIGSTOP)
+        fleet.until_led_by(1)
+        fleet.until(lambda m: m.term == 2 and m.step >= 6)
+        fleet.signal_slot(0, signal.SIGCONT)
+        ended = fleet.wait()
+    assert _digests(ended, groups=3) == _undisturbed("one rank", 16)
