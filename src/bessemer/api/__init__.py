@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bessemer.api import lab, plan
+    from bessemer.api._chaos import chaos
     from bessemer.api._check import CheckResult, check
     from bessemer.api._coordinator import Served, coordinator
     from bessemer.api._eval import EvalResult, eval
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from bessemer.api._train import Trained, train
 
 __all__ = [
-    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Scaled", "Served", "Trained", "check", "coordinator", "eval",
+    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Scaled", "Served", "Trained", "chaos", "check", "coordinator", "eval",
     "export", "generate", "lab", "ledger", "plan", "scale", "train",
 ]  # fmt: skip
 
@@ -32,6 +33,7 @@ VERBS: dict[str, str] = {
     "generate": "bessemer.api._generate",
     "export": "bessemer.api._export",
     "ledger": "bessemer.api._ledger",
+    "chaos": "bessemer.api._chaos",
     "scale": "bessemer.api._scale",
     "coordinator": "bessemer.api._coordinator",
 }

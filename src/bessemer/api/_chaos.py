@@ -7,15 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bessemer.api._check import check
 from bessemer.api._extras import need
 from bessemer.core.errors import ConfigError, RequestError
 from bessemer.core.paths import user_path
-
-if TYPE_CHECKING:
-    from bessemer.inspect.chaos import Chaos
+from bessemer.inspect.chaos import Chaos, run_chaos
+from bessemer.inspect.chaos_faults import read_plan
 
 __all__ = ["chaos"]
 
@@ -46,9 +44,6 @@ def chaos(
     runs: The folder of the runs. Default: the job's run folder with -chaos and a number behind its name.
     """
     need("chaos", "train")
-    from bessemer.inspect.chaos import run_chaos
-    from bessemer.inspect.chaos_faults import read_plan
-
     if minutes is not None and (quick or minutes <= 0):
         what = "--quick and --minutes both say how long" if quick else f"--minutes {minutes:g} is no length of time"
         raise RequestError(what, code="chaos-minutes", fix="--quick, or --minutes 30")

@@ -23,7 +23,6 @@ from bessemer.core.units import counted, format_seconds
 from bessemer.inspect.chaos_faults import Plan
 from bessemer.inspect.chaos_run import ChaosRun, Thrown
 from bessemer.inspect.ledger import read_ledger
-from bessemer.keep.manifest import MANIFEST, Manifest, step_folder
 from bessemer.keep.records import read_records
 
 __all__ = ["Chaos", "Commits", "run_chaos", "same_bits", "summarise"]
@@ -173,6 +172,8 @@ def same_bits(one: Path, other: Path, step: int) -> bool:
 
 
 def _checksums(run: Path, step: int) -> set[tuple[Any, ...]] | None:
+    from bessemer.keep.manifest import MANIFEST, Manifest, step_folder  # needs an extra
+
     file = run / "checkpoints" / step_folder(step) / MANIFEST
     if not file.exists():
         return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bessemer.core.errors import RequestError
+from bessemer.core.errors import BessemerError, RequestError
 from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
 from bessemer.inspect.chaos_faults import OF_RANKS, Fault, Plan, Schedule
@@ -25,7 +25,8 @@ __all__ = ["ChaosRun", "Thrown"]
 
 LOOK_S = 0.1
 TELL_S = 15.0
-MOST_RESTARTS = 10
+VAIN_RESTARTS = 2
+"""In a row without a new step: then it is given up."""
 WAIT_FOR_TARGET_S = 30.0
 """How long a fault waits for its target: a spare may be starting."""
 HALF_S = 0.5
@@ -60,7 +61,8 @@ class ChaosRun:
     _waiting: list[tuple[float, Fault]] = field(default_factory=list)
 
     def run(self) -> None:
-        """RequestError where the job is refused; a run that fails again and again is left unfinished."""
+        """RequestError where the job is refused, or fails without faults; a run under faults that comes no further when
+        it is started again is left unfinished."""
         folder = self.job.run.folder
         file = folder.parent / "jobs" / f"{folder.name}.toml"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -68,14 +70,23 @@ class ChaosRun:
         self._standing = Standing(folder)
         self._schedule = None if self.plan is None else Schedule(self.plan)
         self._first_t: float | None = None
+        vain = 0
         while True:
+            before = self._standing.step
             code = self._once(file)
             if code == 2:
                 raise RequestError(
                     f"the job is refused:\n{_tail(_log_of(file))}", code="chaos-job", fix=f"bessemer check {file}"
                 )
             self._standing.refresh()
-            if self._standing.finished or self.stop_after is not None or self.restarts == MOST_RESTARTS:
+            if self._standing.finished or (self.stop_after is not None and code == 3):
+                return
+            if self.plan is None:
+                raise BessemerError(
+                    f"the undisturbed run ended with code {code}:\n{_tail(_log_of(file))}", code="chaos-run"
+                )
+            vain = vain + 1 if self._standing.step <= before else 0
+            if vain > VAIN_RESTARTS:
                 return
             self.restarts += 1
             self.tell(f"the run ended with code {code} at step {self._standing.step}: started again")
