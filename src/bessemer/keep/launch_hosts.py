@@ -36,8 +36,8 @@ class Hosts:
 def hosts_of(job: Job, source: str = "the job") -> Hosts:
     """The hosts of a job that `check` has found no fault with.
 
-    Raises ConfigError: launch-mode where keep.mode = "zero-interruption" doesn't fit on one host, gpus-per-node where
-    ranks don't fill their hosts.
+    Raises ConfigError: launch-mode where the job needs an agent (keep.mode = "zero-interruption", keep.restarts) and
+    doesn't fit on one host, gpus-per-node where ranks don't fill their hosts.
     """
     world, per_host = job.layout.world_size, job.machine.gpus_per_node
     if job.keep.mode == "zero-interruption":
@@ -53,6 +53,8 @@ def hosts_of(job: Job, source: str = "the job") -> Hosts:
         why = "each host of a run has the same number of ranks"
         problem = Problem(code="gpus-per-node", where="machine.gpus_per_node", what=what, why=why, fix=fix)
         raise ConfigError([problem], source)
+    if job.keep.restarts:
+        raise ConfigError([_no_agent(job)], source)
     return Hosts(count=world // per_host, ranks=per_host)
 
 
@@ -66,6 +68,17 @@ def _several_hosts(job: Job, ranks: int) -> Problem:
         what=f"{what} takes more than one host of gpus_per_node = {per_host}",
         why="its agent starts and watches the groups of one host; on several nobody would replace a lost one",
         fix='keep.mode = "restart"' + (" without keep.spares" if spares else "") + f", or at most {per_host} ranks",
+    )
+
+
+def _no_agent(job: Job) -> Problem:
+    return Problem(
+        code="launch-mode",
+        where="keep.restarts",
+        what=f"restarts = {job.keep.restarts} would have no effect on several hosts",
+        why="an agent starts ranks again in place, and under a cluster's launcher there is one on a single host only",
+        fix=f"bessemer launch --restarts {job.keep.restarts} --set keep.restarts=0"
+        + (" --set keep.memory_every=0" if job.keep.memory_every else ""),
     )
 
 

@@ -4,7 +4,7 @@
 
 Each rank is `bessemer train JOB` with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set; MASTER_ADDR and
 MASTER_PORT come from the environment. SIGTERM and SIGINT are passed on. It ends after all that the ranks started,
-which includes the host's services (`keep.host`): where this is a container's first process, its end is that of all others.
+which includes the host's services (`keep.host`): the end of a container's first process is that of all others.
 
 Exit code: 0 when all ranks are done, 3 when they were stopped on request and saved, 2 when one found the request wrong,
 else 1. When a rank fails the others get `Timeouts.grace_s` to end by themselves, then SIGTERM, then SIGKILL.
