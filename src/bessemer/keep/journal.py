@@ -52,7 +52,7 @@ class Journal:
         if name == "loaded" and not self.loaded:
             self.loaded = True
             self._go_on_from(int(record.get("step") or 0))
-        if name in ("loaded", "saved") and record.get("source") != "memory":  # memory ends with this run
+        if name in ("loaded", "saved") and record.get("source") not in ("memory", "peer"):  # they end with this run
             self.saved = (int(record.get("step") or 0), Path(record["path"])) if record.get("path") else None
         if name in _ENDS:
             self.end = name

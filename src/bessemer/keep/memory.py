@@ -235,6 +235,16 @@ class Memory:
                                   code="checkpoint-damaged")  # fmt: skip
         return header
 
+    def image(self, generation: int) -> memoryview:
+        """All bytes of a generation but its header: layout, meta and data, as another memory of this geometry has
+        them."""
+        at = self._at(generation)
+        return memoryview(self.mapping)[at + mmap.PAGESIZE : at + self.geometry.generation_bytes]
+
+    def put_header(self, generation: int, header: Header) -> None:
+        """Say of a generation what another memory says of its own, whose image is here or on its way."""
+        self._set(generation, header)
+
     def forget(self, generation: int) -> None:
         """What it holds no longer counts."""
         self._set(generation, Header(EMPTY, 0, 0, 0, 0))

@@ -28,7 +28,7 @@ from bessemer.keep.slices import Slice, dtype_name, intersect, torch_dtype
 from bessemer.keep.wire import Frames, pack
 from bessemer.keep.writer import Block
 
-__all__ = ["MemoryCopies", "settled"]
+__all__ = ["MemoryCopies", "fetch", "settled"]
 
 _CHUNK = 1 << 20  # hashed, and copied while it is still in the cache
 
@@ -122,6 +122,17 @@ def settled(path: Path | str, *, timeout_s: float = 600.0) -> None:
     try:
         with _Asker(path, timeout_s) as vault:
             vault.ask({"op": "settle"})
+    except OSError as error:
+        raise CheckpointError(f"the vault at {path} does not answer: {error}", code="vault-lost") from error
+
+
+def fetch(path: Path | str, *, timeout_s: float = 600.0) -> tuple[list[int], list[str]]:
+    """Have the vault take what its peers on other hosts hold and it doesn't. Returns the ranks of which something came,
+    and what was refused."""
+    try:
+        with _Asker(path, timeout_s) as vault:
+            reply = vault.ask({"op": "fetch"})
+            return list(reply["ranks"]), list(reply["refused"])
     except OSError as error:
         raise CheckpointError(f"the vault at {path} does not answer: {error}", code="vault-lost") from error
 

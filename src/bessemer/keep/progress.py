@@ -139,8 +139,8 @@ def event_line(event: Mapping[str, Any]) -> tuple[str, str, str] | None:
     name, step = event.get("event"), event.get("step")
     if name == "loaded":
         where = f"step {step} from {short_path(Path(event['path']))}" if event.get("path") else "nothing, a fresh start"
-        if event.get("source") == "memory":
-            where = f"step {step} from memory"
+        if event.get("source") in ("memory", "peer"):
+            where = f"step {step} from " + ("memory" if event["source"] == "memory" else "another host's memory")
         why = f" ({event['why']})" if event.get("why") else ""
         return "loaded", where + why, "cyan"
     if name == "saved":

@@ -15,7 +15,8 @@ Messages (JSON behind its length, see `wire.py`):
     vault -> rank   welcome{}   memory{..., busy} with the descriptor   refused{code, message}   free{generation}
                     saved{step, path, seconds, bytes, deleted}   failed{step, code, message, fix}   dropped{step}
 Whoever wants to read copies needs no hello: copies{} -> copies{ranks} once all checksums are there,
-copy{rank} -> copy{rank, ..., digests} with the descriptor, settle{} -> settled{} once nothing is being written.
+copy{rank} -> copy{rank, ..., digests} with the descriptor, settle{} -> settled{} once nothing is being written,
+fetch{} -> fetched{ranks, refused} once what peers have is here.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import tomllib
 from collections import deque
 from collections.abc import Sequence
@@ -37,7 +39,10 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.core.errors import BessemerError, CheckpointError
+from bessemer.keep.links import SECRET
 from bessemer.keep.memory import Geometry
+from bessemer.keep.peers import TcpTransport
+from bessemer.keep.replicas import Replicas
 from bessemer.keep.retention import Retention
 from bessemer.keep.vault_copies import Copies
 from bessemer.keep.vault_steps import Seat, StepOptions, Steps, say
@@ -77,6 +82,7 @@ class Vault:
         self._connections: set[socket.socket] = set()
         self._clients: dict[int, _Client] = {}  # by rank
         self._copies = Copies(self._steps.post)
+        self._replicas = None if given.listen is None else _replicas(given, self._copies, self._steps)
         self._unsettled: list[_Client] = []  # who wants to hear that nothing is being written
         self._parent, self._parent_gone = sys.stdin.fileno(), False
 
@@ -95,6 +101,8 @@ class Vault:
                 for key, mask in sorted(self._selector.select(), key=lambda event: event[0].fileobj is self._server):
                     self._handle(key, mask)
         finally:
+            if self._replicas is not None:
+                self._replicas.close()
             self._copies.close()
             self._steps.close()
             self._selector.close()
@@ -187,19 +195,17 @@ class Vault:
         op, seat = message["op"], client.seat
         if op == "hello":
             self._hello(client, message)
-        elif op in ("copies", "copy", "settle"):
+        elif op in ("copies", "copy", "settle", "fetch"):
             self._show(client, message)
         elif seat is None:
             raise ValueError(f"{op!r} before hello")
         elif op == "reserve":
             self._reserve(client, seat, message)
         elif op in ("save", "hold"):
-            copy, step, generation = self._copies[seat.rank], int(message["step"]), int(message["generation"])
+            copy, generation = self._copies[seat.rank], int(message["generation"])
             if op == "save":
-                self._steps.hand_in(seat, copy, step, generation)
-            else:
-                copy.expect(step, generation)
-            self._copies.committed(copy, generation)
+                self._steps.hand_in(seat, copy, int(message["step"]), generation)
+            self._copies.committed(copy, generation)  # what was held may be another step by now
         else:
             raise ValueError(f"unknown op {op!r}")
 
@@ -211,9 +217,20 @@ class Vault:
             rank = int(message["rank"])
             descriptor = self._copies[rank].memory.descriptor
             self._send(client, {"op": "copy", **self._copies.describe(rank)}, descriptor)
+        elif message["op"] == "fetch":
+            self._fetch(client)
         else:
             self._unsettled.append(client)
             self._tell_settled()
+
+    def _fetch(self, client: _Client) -> None:
+        """In a thread, which itself needs this loop."""
+
+        def fetch() -> None:
+            ranks, refused = ([], []) if self._replicas is None else self._replicas.fetch()
+            self._steps.post(lambda: self._send(client, {"op": "fetched", "ranks": ranks, "refused": refused}))
+
+        threading.Thread(target=fetch, name="fetch", daemon=True).start()
 
     def _tell_settled(self) -> None:
         if not self._steps.busy:
@@ -242,6 +259,12 @@ class Vault:
         self._send(client, reply, copy.memory.descriptor)
 
 
+def _replicas(given: argparse.Namespace, copies: Copies, steps: Steps) -> Replicas:
+    transport = TcpTransport(given.listen, os.environ[SECRET], rate=given.peer_rate * 1e6)
+    say(f"peers reach this host's memory at {transport.address}")
+    return Replicas(transport, given.peer, copies, steps.post)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; exit 2 when standard input is no pipe or job.toml can't be read."""
     parser = argparse.ArgumentParser(
@@ -256,6 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--token", help="of this attempt, the same on all hosts; default: that of run.json")
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="the largest file")
     parser.add_argument("--parts-timeout", type=float, default=600.0, help="seconds to wait for other hosts")
+    parser.add_argument("--listen", help="where vaults of other hosts reach this one: tcp:HOST:PORT; needs the secret")
+    parser.add_argument("--peer", action="append", default=[], help="a vault of another host that gets copies")
+    parser.add_argument("--peer-rate", type=float, default=0.0, help="of sending to it, in MB/s; 0: no limit")
     parser.add_argument("--nice", type=int, default=10)
     parser.add_argument("--fail-after-bytes", type=int, help="for tests: die by SIGKILL after writing so many bytes")
     parser.add_argument("--fail-at", help="for tests: die by SIGKILL at this point of a save (see writer.Fault)")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from bessemer.core.errors import BessemerError
-from bessemer.keep.memory import COMMITTED, Digest, Geometry, Memory
+from bessemer.keep.memory import COMMITTED, GENERATIONS, Digest, Geometry, Memory
 from bessemer.keep.vault_steps import MemoryCopy, Seat
 
 __all__ = ["Copies"]
@@ -28,6 +28,8 @@ class Copies:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="digest")
         self._running = 0
         self._when_idle: list[Callable[[], None]] = []
+        self.on_digest: Callable[[int, MemoryCopy, int, Digest], None] | None = None
+        """Told of each generation that can be relied on: rank, memory, generation, checksums."""
 
     def __getitem__(self, rank: int) -> MemoryCopy:
         return self._by_rank[rank]
@@ -45,6 +47,22 @@ class Copies:
         copy.drop_after(step)
         return copy
 
+    def room(self, rank: int, geometry: Geometry, step: int) -> tuple[MemoryCopy, int] | None:
+        """Where a copy of `step` from elsewhere can go: memory that no client has, and the generation. None where this
+        vault has that step or newer ones. CheckpointError (no-memory)."""
+        copy = self._by_rank.get(rank)
+        if copy is not None and (copy.owner is not None or copy.memory.geometry != geometry):
+            return None
+        if copy is None:
+            copy = self._by_rank[rank] = MemoryCopy(Memory.create(geometry), None)
+        steps = [copy.digests[g].step if g in copy.digests else -1 for g in range(GENERATIONS)]
+        free = [g for g in range(GENERATIONS) if g not in copy.busy and steps[g] < step]
+        if step in steps or not free:
+            return None
+        generation = min(free, key=lambda g: steps[g])
+        copy.digests.pop(generation, None)
+        return copy, generation
+
     def forget(self, rank: int) -> None:
         """Let go of a rank's memory; a write from it holds on to it until its end."""
         copy = self._by_rank.pop(rank, None)
@@ -53,7 +71,9 @@ class Copies:
             copy.memory.close()
 
     def committed(self, copy: MemoryCopy, generation: int) -> None:
-        """Start on the checksums of a copy that its rank has just committed."""
+        """Start on the checksums of a copy that its rank has committed. ValueError: there is no such generation."""
+        if not 0 <= generation < GENERATIONS:
+            raise ValueError(f"there is no generation {generation}")
         copy.digests.pop(generation, None)
         self._running += 1
 
@@ -95,6 +115,9 @@ class Copies:
         self._running -= 1
         if found is not None and generation not in copy.stale:
             copy.digests[generation] = found
+            rank = next((r for r, c in self._by_rank.items() if c is copy), None)
+            if self.on_digest is not None and rank is not None:
+                self.on_digest(rank, copy, generation, found)
         if not self._running:
             waiting, self._when_idle = self._when_idle, []
             for action in waiting:

@@ -21,7 +21,7 @@ from bessemer.keep.slices import Slice, dtype_name, torch_dtype
 from bessemer.models.quantise import refresh_amax
 from bessemer.models.watched import refresh_fallen
 from bessemer.train.assembly import Assembly
-from bessemer.train.restore_memory import from_memory
+from bessemer.train.restore_memory import fetch_from_peers, from_memory
 from bessemer.train.state import OPTIMIZER_PREFIX, filled_slices, state_names
 
 __all__ = ["Origin", "Restored", "checkpoint_meta", "restore"]
@@ -46,8 +46,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Restored:
-    """`step` committed steps are in the state; `why` is the run's first log line. `source`: "memory", "disk", "weights"
-    or "seed". `path` is that of a checkpoint or of weights."""
+    """`step` committed steps are in the state; `why` is the run's first log line. `source`: "memory", "peer"
+    (another host's memory), "disk", "weights" or "seed". `path` is that of a checkpoint or of weights."""
 
     step: int
     source: str
@@ -85,12 +85,14 @@ def restore(parts: Assembly, run_folder: Path, data_fingerprint: str, origin: Or
     refused, spoilt = "", False
     if origin.vault is not None:
         newest = CheckpointFolder(run_folder / "checkpoints").steps()[-1:] or [0]
-        found = from_memory(parts, origin.vault, at_least=newest[0])
-        if found.step is not None:
-            _check_meta(found.meta, job, data_fingerprint, "the memory of this host's vault")
-            _take_in(parts, found.step)
-            return Restored(found.step, "memory", None, found.why)
-        refused, spoilt = f"; {found.why}", found.spoilt
+        for source in ("memory", "peer"):
+            problems = fetch_from_peers(origin.vault) if source == "peer" else ""
+            found = from_memory(parts, origin.vault, at_least=newest[0])
+            if found.step is not None:
+                _check_meta(found.meta, job, data_fingerprint, "the memory of this host's vault")
+                _take_in(parts, found.step)
+                return Restored(found.step, source, None, found.why + refused + problems)
+            refused, spoilt = f"{refused}; {found.why}{problems}", spoilt or found.spoilt
     choice = json.loads(mesh.broadcast_text(json.dumps(_choose(job, run_folder, origin) if mesh.rank == 0 else {})))
     why = choice["why"] + refused
     if choice["path"] is None:

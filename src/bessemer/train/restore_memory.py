@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from bessemer.core.errors import CheckpointError
-from bessemer.keep.memory_copies import MemoryCopies
+from bessemer.keep.memory_copies import MemoryCopies, fetch
 from bessemer.keep.slices import Slice
 from bessemer.parallel.mesh import Mesh
 from bessemer.train.assembly import Assembly
 from bessemer.train.state import filled_slices
 
-__all__ = ["FromMemory", "agreed_step", "from_memory"]
+__all__ = ["FromMemory", "agreed_step", "fetch_from_peers", "from_memory"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,16 @@ def from_memory(parts: Assembly, vault: Path, *, at_least: int) -> FromMemory:
     spoilt = bound < float("inf")
     why = "; ".join(refused) or f"no step from {at_least} on is in the memory of all ranks"
     return FromMemory(None, why, spoilt=spoilt)
+
+
+def fetch_from_peers(vault: Path) -> str:
+    """Have this host's vault take what its peers hold and it doesn't; what was refused, to be said. Ranks of one host
+    may all ask: the first one's is the work."""
+    try:
+        _, refused = fetch(vault)
+    except CheckpointError as error:
+        refused = [error.message]
+    return "".join(f"; {why}" for why in refused)
 
 
 def agreed_step(own: Sequence[int], mesh: Mesh) -> int | None:
