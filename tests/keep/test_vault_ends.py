@@ -41,8 +41,8 @@ from bessemer.keep.writer import WriteOptions
 import os, signal, socket
 link = socket.socket(socket.AF_UNIX)
 link.connect(sys.argv[1])
-link.sendall(pack({"op": "hello", "protocol": 1, "rank": 1, "world_size": 2, "local_world_size": 2}))
-link.sendall(pack({"op": "reserve", "layout_bytes": 4096, "meta_bytes": 4096, "data_bytes": 4096}))
+link.sendall(pack({"op": "hello", "protocol": 2, "rank": 1, "world_size": 2, "local_world_size": 2}))
+link.sendall(pack({"op": "reserve", "step": 0, "layout_bytes": 4096, "meta_bytes": 4096, "data_bytes": 4096}))
 held = []
 while not held:
     _, held, _, _ = socket.recv_fds(link, 4096, 1)

@@ -95,7 +95,7 @@ def run(job: Job, options: Options | None = None) -> int:
             code = _prepare(options, journal)
             if code is not None:
                 return code
-            kind = Agent
+            kind: type[Agent] = Agent
             if job.keep.mode == "zero-interruption":
                 from bessemer.keep.elastic_agent import ElasticAgent
 

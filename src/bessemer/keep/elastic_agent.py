@@ -14,7 +14,7 @@ import secrets
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from bessemer.keep.hub import Heard, Wishes
 from bessemer.keep.links import SECRET
 from bessemer.keep.process import Child, usable_cores
 from bessemer.keep.reception import RankState
+from bessemer.keep.step_times import StepTimes
 from bessemer.keep.template import ForkedChild, Template
 
 __all__ = ["ElasticAgent"]
@@ -33,8 +34,6 @@ CONTROL = "agent.json"
 SEEK_S = 0.05
 WATCH_S = 0.2
 """Between two looks at the ranks' states, and two signs of life to the coordinator."""
-LEAST_HANG_S = 10.0
-"""A rank for which all others wait is given this long, or five times the 99th percentile of a step."""
 LEASE_S = 1.5
 LEADERS_WORK_S = 600.0
 _METRICS_KEPT = 64
@@ -56,31 +55,6 @@ class _Group:
     leaving: bool = False
 
 
-@dataclass
-class _Progress:
-    """Steps that the coordinator has made true: how long each took, and when the last was."""
-
-    step: int = 0
-    last: float = field(default_factory=time.monotonic)
-    lengths: list[float] = field(default_factory=list)
-
-    def note(self, step: int) -> None:
-        now = time.monotonic()
-        if step > self.step:
-            self.lengths = [*self.lengths[-199:], now - self.last]
-        self.step, self.last = step, now
-
-    @property
-    def longest_s(self) -> float:
-        if len(self.lengths) < 5:
-            return float("inf")  # the first steps load and compile, and say nothing of the others
-        return max(LEAST_HANG_S, 5 * sorted(self.lengths)[int(0.99 * (len(self.lengths) - 1))])
-
-    @property
-    def usual_s(self) -> float:
-        return sorted(self.lengths)[len(self.lengths) // 2]
-
-
 class ElasticAgent(Agent):
     """One attempt of a run in mode "zero-interruption" on this host."""
 
@@ -95,15 +69,13 @@ class ElasticAgent(Agent):
         self._lease_s = self.job.keep.lease_s or LEASE_S
         self._replicas = self.job.replicas
         self._control = self.folder.path / CONTROL
-        self.coordinators = Coordinators(
-            self.folder.path, self.place, self._hub, secret=self._secret, lease_s=self._lease_s
-        )
+        self.coordinators = self._new_coordinators()
         self._quick = 0
         self._active: list[int] = []
         self._finished = False
         self._others_metrics: dict[int, dict[str, Any]] = {}
         self._stopped_since: dict[int, float] = {}
-        self._progress = _Progress()
+        self._progress = StepTimes()
 
     # ---- start
 
@@ -114,12 +86,28 @@ class ElasticAgent(Agent):
             self._template.await_ready()
         self.coordinators.start()
         self._control.write_text(json.dumps({"agent": str(self.place / "agent")}))
-        wanted = self.job.replicas + self.job.keep.spares
-        for _ in range(wanted):
+        for _ in range(self.job.replicas + self.job.keep.spares):
             self._start_group(joins=False)
         spares = f" and {self.job.keep.spares} spare" if self.job.keep.spares else ""
         text = f"{self.job.replicas} groups of {self.block} ranks{spares}, job {self.job.hash}"
         self.journal.printer.line("run", text, "bold")
+        self._watch_ranks()
+
+    def _new_coordinators(self) -> Coordinators:
+        return Coordinators(self.folder.path, self.place, self._hub, secret=self._secret, lease_s=self._lease_s)
+
+    def _reset_ranks(self) -> None:
+        """No copy of the model is left: coordinators and groups begin anew."""
+        self.coordinators.kill()
+        self.coordinators = self._new_coordinators()
+        for store in (*self.place.glob("epoch-*"), *self.place.glob("store-*")):
+            store.unlink()  # full of the keys of dead ranks
+        for known in (self.ranks, self._groups, self._others_metrics, self._stopped_since):
+            known.clear()
+        self._active, self._quick, self._replicas, self._progress = [], 0, self.job.replicas, StepTimes()
+        self.coordinators.start()
+        for _ in range(self.job.replicas + self.job.keep.spares):
+            self._start_group(joins=False)
         self._watch_ranks()
 
     def _start_template(self) -> None:
@@ -359,9 +347,9 @@ class ElasticAgent(Agent):
         self._later(self.timeouts.stop_s, lambda: self._kill(why))
 
     def _on_coordinator_end(self, post: Post) -> None:
-        if self._finished:
-            return
         code = None if post.child is None else post.child.exit_code()
+        if self._finished or not any(post is own for own in self.coordinators.posts):  # ended by us
+            return
         self.journal.event("coordinator_lost", address=post.address, exit_code=code)
         why = self.coordinators.on_end(post)
         if why:

@@ -51,7 +51,7 @@ from bessemer.keep.writer import SHARD_BYTES, Fault, WriteOptions, clean_leftove
 
 __all__ = ["PROTOCOL", "Vault", "main"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # Slurm may send any of these
 
 
