@@ -24,7 +24,24 @@ from bessemer.core.job_file import load_job
 from bessemer.keep.agent import Timeouts
 from bessemer.keep.pod import run
 
-JOB = str(Path(__file__).parents[2] / "examples" / "first_heat.toml")
+JOB = "job.toml"
+TEXT = """
+[run]
+name = "first-heat"
+[model]
+family = "llama"
+vocab_size = 257
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+[data]
+tokenizer = "bytes"
+seq_len = 16
+[layout]
+dp = 2
+"""
 SIXTEEN = ['machine.name="h100"', "layout.dp=16", "train.global_batch=128", "train.micro_batch=1"]
 ELASTIC = ['keep.mode="zero-interruption"', "keep.spares=1"]
 PODS: dict[str, Any] = {"on": "kubernetes", "image": "registry.example/bessemer:1", "claim": "runs"}
@@ -33,6 +50,7 @@ PODS: dict[str, Any] = {"on": "kubernetes", "image": "registry.example/bessemer:
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path(JOB).write_text(TEXT)
 
 
 def directives(text: str) -> dict[str, str | None]:
@@ -218,8 +236,8 @@ def test_a_pod_a_host_finds_rank_0_by_name() -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"} == container["resources"]["requests"]
     assert container["command"][-4:] == ["--hosts", "2", "--ranks", "8"]
     assert pod["terminationGracePeriodSeconds"] >= Timeouts().stop_s
-    Path("job.toml").write_text(config["data"]["job.toml"])
-    assert load_job("job.toml") == load_job(JOB, SIXTEEN), "the pods run the resolved job"
+    Path("resolved.toml").write_text(config["data"]["job.toml"])
+    assert load_job("resolved.toml") == load_job(JOB, SIXTEEN), "the pods run the resolved job"
 
 
 def test_a_job_set_restarts_whole_and_doesnt_count_stops() -> None:

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from bessemer.api._eval import EvalResult, eval
     from bessemer.api._export import export
     from bessemer.api._generate import generate
+    from bessemer.api._launch import Launched, launch
     from bessemer.api._ledger import ledger
     from bessemer.api._scale import Scaled, scale
     from bessemer.api._train import Trained, train
 
 __all__ = [
-    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Scaled", "Served", "Trained", "chaos", "check", "coordinator", "eval",
-    "export", "generate", "lab", "ledger", "plan", "scale", "train",
+    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Launched", "Scaled", "Served", "Trained", "chaos", "check",
+    "coordinator", "eval", "export", "generate", "lab", "launch", "ledger", "plan", "scale", "train",
 ]  # fmt: skip
 
 VERBS: dict[str, str] = {
@@ -35,6 +36,7 @@ VERBS: dict[str, str] = {
     "ledger": "bessemer.api._ledger",
     "chaos": "bessemer.api._chaos",
     "scale": "bessemer.api._scale",
+    "launch": "bessemer.api._launch",
     "coordinator": "bessemer.api._coordinator",
 }
 """Verb -> the module that holds the function of that name, in the order in which help lists them."""
@@ -45,6 +47,7 @@ GROUPS: dict[str, str] = {"plan": "bessemer.api.plan", "lab": "bessemer.api.lab"
 _RESULTS = {
     "CheckResult": "check",
     "EvalResult": "eval",
+    "Launched": "launch",
     "Scaled": "scale",
     "Served": "coordinator",
     "Trained": "train",
