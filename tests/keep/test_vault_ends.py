@@ -193,8 +193,8 @@ def test_it_runs_niced_and_without_torch(tmp_path):
     [
         {"op": "save", "step": 1, "generation": 0},
         {"op": "hello", "protocol": 99, "rank": 0, "world_size": 1, "local_world_size": 1},
-        {"op": "hello", "protocol": 1, "rank": 3, "world_size": 2, "local_world_size": 2},
-        {"op": "hello", "protocol": 1},
+        {"op": "hello", "protocol": 2, "rank": 3, "world_size": 2, "local_world_size": 2},
+        {"op": "hello", "protocol": 2},
         {"op": "dance"},
         {},
     ],
