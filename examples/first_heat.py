@@ -1,6 +1,7 @@
 """The demonstration behind `make demo`: from one job file to a trained, evaluated, exported and measured model.
 
-It types the same commands that you would, each printed before it runs, and ends with a table of what came out.
+It types the same commands that you would, each printed before it runs, and ends with a table of what came out. In the
+midst of the training it kills one of the two workers, to show that the other goes on and a spare takes its place.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 BESSEMER = [sys.executable, "-m", "bessemer.cli"]
+KILL_AT_STEP = 60
 PROMPT = "class Reader:\n    def __init__(self, path):"
 console = Console(highlight=False, soft_wrap=True)
 
@@ -29,6 +33,8 @@ def main() -> int:
     run = f"runs/{name}"
     job = [os.path.relpath(HERE / "first_heat.toml"), "--set", f"run.name={name}"]
     say("check", *job)
+    killer = threading.Thread(target=kill_a_worker, args=(Path(run),), daemon=True)
+    killer.start()
     say("train", *job)
     evaluated = ask("eval", run, "--sequences", "128")
     say("export", run, "--to", f"{run}/hf")
@@ -36,6 +42,26 @@ def main() -> int:
     ledger = ask("ledger", run)
     console.print(summary(evaluated, ledger, run, time.perf_counter() - start))
     return 0
+
+
+def kill_a_worker(run: Path) -> None:
+    """Wait until the run has come so far, then `kill -9` a rank of the second group."""
+    while True:
+        time.sleep(0.2)
+        steps = records(run / "metrics.jsonl")
+        if steps and steps[-1]["step"] >= KILL_AT_STEP:
+            break
+    events = records(run / "events.jsonl")
+    active = [event for event in events if event["event"] == "epoch"][-1]["active"]
+    started = [event for event in events if event["event"] == "rank_started" and event["group"] == active[-1]][-1]
+    console.print(f"$ kill -9 {started['pid']}   # worker {started['rank']}, on purpose", style="bold", markup=False)
+    os.kill(started["pid"], signal.SIGKILL)
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    """The lines that are whole."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def free_name(stem: str) -> str:

@@ -162,6 +162,8 @@ def event_line(event: Mapping[str, Any]) -> tuple[str, str, str] | None:
         return "machine", f"peak {shown} ({event.get('kind', 'all devices')})", "dim"
     if name == "precision":
         return "precision", _layers(event), "dim"
+    if name in _OF_GROUPS:
+        return _of_groups(name, event)
     if name == "operators" and event.get("path") == "reference":
         why = f": {event['why']}" if event.get("why") else ""
         return "warning", f"torch's operators are used, the faster native kernels are not{why}", "yellow"
@@ -169,6 +171,33 @@ def event_line(event: Mapping[str, Any]) -> tuple[str, str, str] | None:
         rank = f" (rank {event['rank']})" if event.get("rank") is not None else ""
         return "warning", f"{event.get('message')}{rank}", "yellow"
     return None
+
+
+_OF_GROUPS = ("rank_lost", "joined", "left", "coordinator_lost", "scale")
+
+
+def _of_groups(name: str, event: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Of a run that goes on while groups of ranks are lost and join."""
+    if name == "joined":
+        took = format_seconds(event["seconds"])
+        return (
+            "joined",
+            f"step {event.get('step')}  group {event.get('group')} has caught up, {took} after it came",
+            "green",
+        )
+    if name == "left":
+        return "left", f"group {event.get('group')} was let go on its own wish", "yellow"
+    if name == "coordinator_lost":
+        return "lost", "the coordinator; its standby takes over", "yellow"
+    if name == "scale":
+        return "scale", f"{event.get('replicas')} groups are wanted from now on", "cyan"
+    if event.get("why") is None:
+        return None  # the end of the run says it
+    return (
+        "lost",
+        f"step {event.get('step')}  {event['why']}; the others go on without group {event.get('group')}",
+        "yellow",
+    )
 
 
 def _layers(event: Mapping[str, Any]) -> str:
