@@ -75,6 +75,7 @@ class Coordinator(Switchboard):
         self._had_standby = False
         self._members: tuple[int, ...] = ()  # of the epoch, as it was formed
         self._leavers: set[int] = set()
+        self._silent_at = 0.0
         self._silent: set[int] = set()  # groups that were given up since, on hosts that fell silent
         self.finished = False
 
@@ -137,7 +138,8 @@ class Coordinator(Switchboard):
         elif peer.role == "agent":
             self._from_agent(record)
         elif peer.role == "standby":
-            pass  # a sign of life
+            if self._silent:
+                self._decide_soon(0.0)  # it still stands by
         elif int(record["term"]) > m.term:
             self.superseded = int(record["term"])
         elif kind == "ping":
@@ -247,17 +249,17 @@ class Coordinator(Switchboard):
                 self._part_from(peer)
                 others = [p for p in self._peers if p.role == "rank" and p.host == peer.host]
                 self._silent |= {p.group for p in others}
+                self._silent_at = now
                 for other in others:
                     self._lost(other.group, other.incarnation, f"host {peer.host} is silent for {self._lease_s:g} s")
 
     @property
     def _cut_off(self) -> bool:
-        """Whether this side may be the smaller one of two: the standby has gone too, and at least half of the epoch's
-        groups fell silent, of which nobody knows whether they live."""
+        """Whether this side may be the smaller one of two: at least half of the epoch's groups fell silent, of which
+        nobody knows whether they live, and since then no standby has said that it still stands by."""
         if not self._had_standby or 2 * len(self._silent & set(self._members)) < max(1, len(self._members)):
             return False
-        fresh = time.monotonic() - 0.75 * self._lease_s
-        return not any(peer.role == "standby" and peer.heard > fresh for peer in self._peers)
+        return not any(peer.role == "standby" and peer.heard > self._silent_at for peer in self._peers)
 
     # ---- decisions
 
