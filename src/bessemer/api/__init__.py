@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bessemer.api._eval import EvalResult, eval
     from bessemer.api._export import export
     from bessemer.api._generate import generate
+    from bessemer.api._landing import landing
     from bessemer.api._launch import Launched, launch
     from bessemer.api._ledger import ledger
     from bessemer.api._scale import Scaled, scale
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GROUPS", "VERBS", "CheckResult", "EvalResult", "Launched", "Scaled", "Served", "Trained", "chaos", "check",
-    "coordinator", "eval", "export", "generate", "lab", "launch", "ledger", "plan", "scale", "train",
+    "coordinator", "eval", "export", "generate", "lab", "landing", "launch", "ledger", "plan", "scale", "train",
 ]  # fmt: skip
 
 VERBS: dict[str, str] = {
@@ -34,6 +35,7 @@ VERBS: dict[str, str] = {
     "generate": "bessemer.api._generate",
     "export": "bessemer.api._export",
     "ledger": "bessemer.api._ledger",
+    "landing": "bessemer.api._landing",
     "chaos": "bessemer.api._chaos",
     "scale": "bessemer.api._scale",
     "launch": "bessemer.api._launch",
