@@ -13,7 +13,7 @@ from train.fleet import Fault
 from train.posts import Staffed
 from train.test_elastic import _digests, _job, _undisturbed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
