@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from bessemer.api._train import Trained, train
 
 __all__ = [
-    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Scaled", "Served", "Trained", "chaos", "check", "coordinator",
-    "eval", "export", "generate", "lab", "ledger", "plan", "scale", "train",
+    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Launched", "Scaled", "Served", "Trained", "chaos", "check",
+    "coordinator", "eval", "export", "generate", "lab", "landing", "launch", "ledger", "plan", "scale", "train",
 ]  # fmt: skip
 
 VERBS: dict[str, str] = {
