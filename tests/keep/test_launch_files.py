@@ -235,7 +235,7 @@ def test_a_pod_a_host_finds_rank_0_by_name() -> None:
     assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"} == container["resources"]["requests"]
     assert container["command"][-4:] == ["--hosts", "2", "--ranks", "8"]
-    assert pod["terminationGracePeriodSeconds"] >= Timeouts().stop_s
+    assert pod["terminationGracePeriodSeconds"] == Timeouts().stop_s + 60
     Path("resolved.toml").write_text(config["data"]["job.toml"])
     assert load_job("resolved.toml") == load_job(JOB, SIXTEEN), "the pods run the resolved job"
 

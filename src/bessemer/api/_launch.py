@@ -134,19 +134,26 @@ def launch(  # noqa: PLR0913
     flags |= {"image": image, "claim": claim, "mount": mount, "namespace": namespace, "secret": secret}
     flags |= {"gpu_resource": gpu_resource, "memory": memory, "spare_nodes": spare_nodes}
     given = {flag: value for flag, value in flags.items() if value not in ("", [], (), 0)}
+    job = _checked(job_path, sets)
+    common = {"name": job.run.name if name is None else name, "cpus": cpus, "restarts": restarts, "grace_s": grace}
+    hosts = hosts_of(job, job_path)
+    text = _text(job, hosts, on, common, given, _train(job_path, sets))
+    if out is not None:
+        _write(Path(out), text)
+    return Launched(on, text, hosts, out, f"{'sbatch' if on == 'slurm' else 'kubectl apply -f'} {out or 'FILE'}")
+
+
+def _checked(job_path: str, sets: Sequence[str]) -> Job:
     checked = check(job_path, sets)
     if checked.problems:
         raise ConfigError(checked.problems, job_path)
     assert checked.job is not None, "a job without problems was read"
-    common: dict[str, Any] = {"name": checked.job.run.name if name is None else name}
-    common |= {"cpus": cpus, "restarts": restarts, "grace_s": grace}
-    hosts = hosts_of(checked.job, job_path)
-    command = ["bessemer", "train", str(Path(job_path).absolute())]
-    command += [word for text in sets for word in ("--set", text)]
-    text = _text(checked.job, hosts, on, common, given, command)
-    if out is not None:
-        _write(Path(out), text)
-    return Launched(on, text, hosts, out, f"{'sbatch' if on == 'slurm' else 'kubectl apply -f'} {out or 'FILE'}")
+    return checked.job
+
+
+def _train(job_path: str, sets: Sequence[str]) -> list[str]:
+    """The command of each rank."""
+    return ["bessemer", "train", str(Path(job_path).absolute()), *(w for text in sets for w in ("--set", text))]
 
 
 def _text(

@@ -13,13 +13,12 @@ from bessemer.core.errors import ConfigError
 from bessemer.core.job import Job
 from bessemer.core.problem import Problem, divisors_near, one_of
 from bessemer.core.units import counted
-from bessemer.keep.agent import Timeouts
 
 __all__ = ["GRACE_S", "Hosts", "heading", "hosts_of"]
 
-GRACE_S = int(Timeouts().stop_s) + 60
-"""From SIGTERM to SIGKILL: what the agent allows for finishing the step and saving, and a minute for the vault's last
-write. Under a launcher that is a wish to the cluster; it may be configured to grant less."""
+GRACE_S = 180
+"""From SIGTERM to SIGKILL: the 120 s that the agent allows for finishing the step and saving (`agent.Timeouts`, which a
+base install can't import; a test compares them), and a minute for the vault's last write."""
 
 
 @dataclass(frozen=True, kw_only=True)
