@@ -18,8 +18,8 @@ from bessemer.core.recipes import RECIPES, recipe
 from bessemer.core.recompute import RECOMPUTE, recompute
 from bessemer.plan.calibration import ERAS, default_calibration, gpu_of
 from bessemer.plan.dims import dims_of
-from bessemer.plan.kernels import FORWARD, attention_flops, gemm_s, grouped_share, mean_keys
-from bessemer.plan.layer import CATEGORIES, Keys, Work, layer_cost, precision_of
+from bessemer.plan.kernels import FORWARD, attention_flops, gemm_s, grouped_share, mean_keys, precision_of
+from bessemer.plan.layer import CATEGORIES, Keys, Work, layer_cost
 from bessemer.plan.memory import MEMORY_LINES, stage_params
 from bessemer.plan.pipeline import spelled_stages, stage_layers
 from bessemer.plan.price import BREAKDOWN, price, price_case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from bessemer.core.layout import Layout
+from bessemer.core.linear_layers import GAIN, Multiples, Shape, layer_table, multiples, plan, table_text
 from bessemer.core.presets import PRESETS, preset
 from bessemer.core.recipes import RECIPES
 from bessemer.models.decoder import Decoder
@@ -17,21 +19,25 @@ from bessemer.models.moe import Stack
 from bessemer.models.parts import Projection
 from bessemer.models.router import Router
 from bessemer.models.split import ExpertSplit, Split, TensorSplit
-from bessemer.precision import Shape, numerics, quantise
-from bessemer.precision.shapes import GAIN, Multiples, layer_table, multiples, plan, table_text
+from bessemer.precision import numerics, quantise
 
 FP8_16 = ["fp8-delayed", "fp8-current", "fp8-row"]
 
 
 def test_multiples_of_each_recipe() -> None:
     """16 bytes of codes, whole blocks; a column of float32 scales begins at multiples of 16 bytes."""
-    found = {name: multiples(numerics(name)) for name, recipe in RECIPES.items() if recipe.quantised}
+    found = {name: multiples(recipe) for name, recipe in RECIPES.items() if recipe.quantised}
     assert found == {
         **dict.fromkeys(FP8_16, Multiples(1, 16, 16)),
         "fp8-block128": Multiples(4, 128, 128),
         "mxfp8": Multiples(1, 16, 32),
         "nvfp4": Multiples(1, 16, 32),
     }
+    for name, of in found.items():  # what the planner's description says is what the trainer's formats and blocks need
+        x, weight = numerics(name).x, numerics(name).weight
+        columns = x.grain.cols > 1 and x.scale_format is None
+        rows, depth = math.lcm(16, max(weight.grain.rows, 1)), math.lcm(128 // x.format.bits, max(x.grain.cols, 1))
+        assert of == Multiples(4 if columns else 1, rows, depth)
     assert Multiples(4, 16, 128).filled(1, 16, 129) == (4, 16, 256)
 
 
@@ -102,7 +108,7 @@ def test_the_runs_of_experts_are_filled_up_one_by_one() -> None:
 @pytest.mark.parametrize("recipe", [*FP8_16, "fp8-block128", "mxfp8"])
 def test_zeros_change_no_scale_and_no_code(recipe: str) -> None:
     n = numerics(recipe)
-    of = multiples(n)
+    of = multiples(RECIPES[recipe])
     x = torch.randn(100, 72, generator=torch.Generator().manual_seed(0))
     plain = quantise(x, n.x)
     wide = quantise(nn.functional.pad(x, (0, -72 % of.k, 0, -100 % of.k)), n.x)

@@ -212,3 +212,13 @@ def test_a_native_kernel_is_counted_where_it_says_so() -> None:
     with native_kernel("attend", torch.bfloat16, flops):
         pass
     assert len(asked) == 1
+
+
+def test_products_of_codes_with_scales_are_counted_as_fp8() -> None:
+    """`F.scaled_mm`: [6, 32] by [16, 32]^T."""
+    a, b = (torch.ones(rows, 32).to(torch.float8_e4m3fn) for rows in (6, 16))
+    one, tensor = torch.ones(1), F.ScalingType.TensorWise
+    with KernelSample() as sample:
+        F.scaled_mm(a, b.t(), one, tensor, one, tensor, output_dtype=torch.bfloat16)
+    assert sample.flops == {"fp8": 2 * 6 * 16 * 32}
+    assert ("_scaled_mm_v2", "fp8") in sample.totals

@@ -95,5 +95,6 @@ def job_request(path: str, sets: tuple[str, ...] = ()) -> tuple[Job, Request, La
         era=software(None, calibration),
         calibration=calibration,
         own=True,
+        precision=job.precision,
     )
     return job, request, Layouts.from_job(job)

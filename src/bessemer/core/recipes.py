@@ -20,7 +20,8 @@ __all__ = ["RECIPES", "Recipe", "lacking", "recipe"]
 class Recipe:
     """`gemm` is the operands' type in the linear layers of a block (a name of `Machine.peak`); the head, the router
     and the attention core stay in `compute`. `cast_bytes`: bytes read and written to turn one element of an input or
-    a gradient into its quantised copies. `operand_bytes`: one copy, its share of the scales included."""
+    a gradient into its quantised copies. `operand_bytes`: one copy, its share of the scales included. `square_blocks`:
+    whether the blocks of weights are as high as wide. `scale_bytes`: of one scale on a GPU."""
 
     name: str
     runnable: bool
@@ -30,6 +31,8 @@ class Recipe:
     cast_bytes: float
     scale_block: int  # elements that share a scale; 0: the whole tensor, -1: a row, or none where unquantised
     what: str
+    square_blocks: bool = False
+    scale_bytes: int = 4
 
     @property
     def quantised(self) -> bool:
@@ -57,9 +60,9 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp8-delayed", True, "fp8", "bf16", 1.0, 4.0, 0, "a scale per tensor from the amax of past steps"),
         Recipe("fp8-current", True, "fp8", "bf16", 1.0, 6.0, 0, "a scale per tensor from its own amax, one more read"),
         Recipe("fp8-row", True, "fp8", "bf16", 1.0, 15.0, -1, "a scale per row; both layouts quantised apart"),
-        Recipe("fp8-block128", True, "fp8", "bf16", 1.03, 4.1, 128, "1 x 128 activations, 128 x 128 weights"),
-        Recipe("mxfp8", True, "fp8", "bf16", 1.03, 4.1, 32, "blocks of 32 with power-of-two scales, two layouts"),
-        Recipe("nvfp4", True, "fp4", "bf16", 0.56, 6.0, 16, "blocks of 16, Hadamard transform, stochastic rounding"),
+        Recipe("fp8-block128", True, "fp8", "bf16", 1.03, 4.1, 128, "1 x 128 activations, 128 x 128 weights", True),
+        Recipe("mxfp8", True, "fp8", "bf16", 1.03, 4.1, 32, "blocks of 32, power-of-two scales, two layouts", False, 1),
+        Recipe("nvfp4", True, "fp4", "bf16", 0.56, 6.0, 16, "blocks of 16, Hadamard, stochastic rounding", True, 1),
     )
 }
 """In the order of their ids in `bessemer.plan.space.Layouts`."""

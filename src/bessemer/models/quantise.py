@@ -1,8 +1,8 @@
 """Which projections of a model a recipe quantises, and the amaxes of all of them as one table.
 
 Embedding, head, router, norms, the attention core and the join of multi-token prediction stay as they are; so do the
-first and last blocks where asked, and what is too small or oddly shaped to gain (`precision.shapes`). The choice looks
-at the whole model's sizes only, so that it is the same under every layout.
+first and last blocks where asked, what is too small or oddly shaped to gain, and what would be slower on the job's
+machine (`core.linear_layers.kept_layers`).
 
 Legend: N logical tensors of the whole model with quantised products, of stacked experts each for itself; three roles
 x, weight, grad.
@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from bessemer.core.layout import Layout
+from bessemer.core.linear_layers import kept_layers
 from bessemer.core.model import ModelSpec
 from bessemer.models.canonical import pieces, shapes
 from bessemer.models.decoder import Decoder
@@ -28,7 +28,6 @@ from bessemer.models.parts import Projection
 from bessemer.models.quantised import Quantised, QuantisedExperts
 from bessemer.precision import Numerics
 from bessemer.precision.gpu import Path
-from bessemer.precision.shapes import layer_table
 
 __all__ = [
     "Quantising",
@@ -44,8 +43,6 @@ __all__ = [
     "why_kept",
 ]
 
-_TOKENS = 4096  # of a micro-batch, for the choice: so many that only the weights' sizes decide
-
 
 @dataclass(frozen=True)
 class Quantising:
@@ -59,37 +56,31 @@ class Quantising:
     narrow: bool = False
     fall_back: bool = False  # what the watch finds misbehaving goes on without quantising
     path: Path = "emulated"  # of the device; routed experts are emulated on any
+    slow: tuple[tuple[str, str], ...] = ()  # (name in its block, why) of what would be slower on the job's machine
 
 
 @functools.lru_cache(maxsize=8)
 def why_kept(spec: ModelSpec, how: Quantising) -> dict[tuple[int, str], str]:
     """By (layer, name in its block) of each linear layer why it isn't quantised, "" where it is. The blocks of
     multi-token prediction are numbered after the last layer, and count as that."""
-    found: dict[tuple[int, str], str] = {}
-    last = spec.num_layers - 1
-    shares = 1 if spec.moe is None else -(-spec.moe.num_experts // spec.moe.top_k)  # each expert then gets as many
-    for row in layer_table(spec, Layout(), how.numerics.recipe, micro_batch=shares, seq_len=_TOKENS):
-        for layer in row.layers:
-            found[layer, row.name] = row.plan.kept or _asked_high(min(layer, last), last, how)
-    return found
-
-
-def _asked_high(layer: int, last: int, how: Quantising) -> str:
-    if layer < how.high_first:
-        return f"precision.high_first = {how.high_first}"
-    return f"precision.high_last = {how.high_last}" if layer > last - how.high_last else ""
+    return kept_layers(spec, how.numerics.recipe, high_first=how.high_first, high_last=how.high_last, slow=how.slow)
 
 
 def choice(spec: ModelSpec, how: Quantising) -> list[dict[str, str | int]]:
-    """For people: of each kind of linear layer in how many blocks it runs as what, and why where not quantised."""
+    """For people: of each kind of linear layer in how many blocks it runs as what, and why where not quantised or
+    where a device with matrix units emulates it."""
     found: dict[tuple[str, str], int] = {}
     for (_, name), why in why_kept(spec, how).items():
         found[name, why] = found.get((name, why), 0) + 1
-    runs = how.numerics.recipe
-    return [
-        {"layer": n, "blocks": count, "runs": runs if not why else "high", "why": why}
-        for (n, why), count in found.items()
-    ]
+    return [{"layer": n, "blocks": count, **_runs(n, why, how)} for (n, why), count in found.items()]
+
+
+def _runs(name: str, why: str, how: Quantising) -> dict[str, str]:
+    if why:
+        return {"runs": "high", "why": why}
+    if how.path != "emulated" and name.startswith("mlp.experts."):
+        return {"runs": f"{how.numerics.recipe}, emulated", "why": "routed experts are emulated on any device"}
+    return {"runs": how.numerics.recipe, "why": ""}
 
 
 def quantise(model: Decoder, how: Quantising) -> None:

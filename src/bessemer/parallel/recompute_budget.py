@@ -33,8 +33,7 @@ from bessemer.core.units import counted, format_bytes, format_seconds
 from bessemer.plan.calibration import Constants, default_calibration, gpu_of
 from bessemer.plan.collectives import Op, group_s
 from bessemer.plan.dims import dims_of
-from bessemer.plan.kernels import attention_core, gemm_s
-from bessemer.plan.layer import precision_of
+from bessemer.plan.kernels import attention_core, gemm_s, precision_of
 from bessemer.plan.pipeline import in_flight
 from bessemer.plan.price import DEFAULT_ERA
 from bessemer.plan.rates import Rates, rates_of

@@ -12,12 +12,14 @@ given values in either.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from bessemer.core.errors import ConfigError
+from bessemer.core.job import PrecisionSection
 from bessemer.core.layout import MAX_DEGREE
 from bessemer.core.machine import Machine
 from bessemer.core.model import ModelSpec
@@ -26,6 +28,8 @@ from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
 from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.calibration import Calibration
+from bessemer.plan.gains import choice_of
+from bessemer.plan.layer import Work
 from bessemer.plan.rates import rates_of
 from bessemer.plan.space import CP_KINDS, DP_SHARDS, Layouts
 
@@ -53,6 +57,7 @@ NAMED: Mapping[str, tuple[str, ...]] = {
 }
 SWITCHES = ("sequence_parallel", "tp_overlap", "graph", "offload_optimizer", "offload_activations")
 _MAY_BE_ZERO = (*SWITCHES, "recompute_layers", "first_layers", "last_layers")
+_PLAIN = PrecisionSection()
 USUAL_TOKENS = 1024
 """Of a sequence on a context-parallel rank, in the usual space: below that attention has little to hide the ring."""
 USUAL_MICRO_BATCH = 8
@@ -78,6 +83,7 @@ class Request:
     calibration: Calibration | None = None
     machine_path: str | None = None  # where the machine was read from, if not by its name
     own: bool = False  # whether memory is that of Bessemer's own trainer; else of the software of `era`
+    precision: PrecisionSection = _PLAIN  # a job's, whose recipe is the layout's
 
     @property
     def rank_machine(self) -> Machine:
@@ -108,6 +114,12 @@ class Request:
             return self.spec
         unit = math.lcm(128, *self.tp_degrees)
         return self.spec.model_copy(update={"vocab_size": math.ceil(self.spec.vocab_size / unit) * unit})
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """What a step has to do; for this trainer with the linear layers that it leaves high."""
+        choice = choice_of(self.spec, self.machine, self.precision) if self.own else None
+        return Work(seq=float(self.seq_len), choice=choice)
 
     @property
     def notes(self) -> tuple[str, ...]:

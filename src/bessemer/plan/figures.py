@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bessemer.core.counts import flops_per_token
 from bessemer.core.layout import RUNNABLE
 from bessemer.core.machine import Machine
-from bessemer.core.recipes import RECIPES
+from bessemer.core.recipes import RECIPES, lacking
 from bessemer.core.recompute import RECOMPUTE
 from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.axes import Request
@@ -112,7 +112,9 @@ def prices_of(request: Request, layouts: Layouts) -> Priced:
         seq_len=request.seq_len,
         calibration=request.calibration,
         era=request.era,
+        work=request.work,
         own=request.own,
+        precision=request.precision,
     )
     return Priced(request, layouts, prices)
 
@@ -123,8 +125,8 @@ def step_flops(request: Request) -> float:
 
 
 def runnable(layouts: Layouts, machine: Machine) -> NDArray[np.bool_]:
-    """Which layouts the trainer runs today on `machine`; the others are modelled only. Quantised recipes run in
-    emulation, on a CPU."""
+    """Which layouts the trainer runs today on `machine`; the others are modelled only. Recipes run where
+    `check` lets them."""
     ok = np.ones(len(layouts), bool)
     names = {"dp_shard": DP_SHARDS, "schedule": tuple(SCHEDULES)}
     for name, allowed in RUNNABLE.items():
@@ -132,8 +134,7 @@ def runnable(layouts: Layouts, machine: Machine) -> NDArray[np.bool_]:
             continue
         ids = [names[name].index(str(v)) for v in allowed] if name in names else [int(str(v)) for v in allowed]
         ok &= np.isin(getattr(layouts, name), ids)
-    emulates = machine.device == "cpu"
-    ok &= np.array([r.runnable and (emulates or not r.quantised) for r in RECIPES.values()])[layouts.recipe]
+    ok &= np.array([r.runnable and not lacking(r, machine) for r in RECIPES.values()])[layouts.recipe]
     ok &= np.array([r.runnable for r in RECOMPUTE.values()])[layouts.recompute]
     idle = ("offload_optimizer", "offload_activations", "graph", "first_layers", "last_layers")
     for name in idle:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bessemer.core.recipes import RECIPES
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -30,6 +32,7 @@ __all__ = [
     "grouped_share",
     "mean_keys",
     "optimizer_s",
+    "precision_of",
 ]
 
 FORWARD, INPUTS, WEIGHTS = 0, 1, 2
@@ -48,6 +51,39 @@ class Precision:
     cast_bytes: Any
     compute_bytes: Any
     gather_bytes: Any  # of an element on its way to the other tensor-parallel ranks
+
+
+def precision_of(recipe: NDArray[np.int64], r: Rates, c: Constants) -> Precision:
+    """What the recipes with these ids mean on that machine. A recipe the machine has no units for gets rate nan."""
+    recipes = list(RECIPES.values())
+    wide = r.bf16 * c.clock * c.gemm_bf16
+    with np.errstate(invalid="ignore", divide="ignore"):
+        by_kind = {
+            "fp32": r.fp32 * c.clock * c.gemm_fp32,
+            "bf16": wide,
+            "fp16": wide,
+            "fp8": np.where(np.asarray(r.fp8) > 0, r.fp8 * c.clock * c.gemm_fp8, np.nan),
+            "mx": np.where(np.asarray(r.fp8) > 0, r.fp8 * c.clock * c.gemm_mxfp8, np.nan),
+            "fp4": np.where(np.asarray(r.fp4) > 0, r.fp4 * c.clock * c.gemm_fp4, np.nan),
+        }
+    shape = np.broadcast(recipe, wide).shape
+    rate, wide_rate = np.zeros(shape), np.zeros(shape)
+    ids = np.broadcast_to(recipe, shape)
+    for index in np.unique(ids):
+        spec = recipes[index]
+        kind = "mx" if spec.gemm == "fp8" and spec.scale_block > 0 else spec.gemm
+        here = ids == index
+        rate[here] = np.broadcast_to(by_kind[kind], shape)[here]
+        wide_rate[here] = np.broadcast_to(by_kind["fp32" if spec.gemm == "fp32" else "bf16"], shape)[here]
+    pick = lambda values: np.array(values)[ids]  # noqa: E731
+    return Precision(
+        rate,
+        wide_rate,
+        pick([s.operand_bytes for s in recipes]),
+        pick([s.cast_bytes for s in recipes]),
+        pick([4.0 if s.compute == "fp32" else 2.0 for s in recipes]),
+        pick([s.operand_bytes if s.gathers_quantised else 4.0 if s.compute == "fp32" else 2.0 for s in recipes]),
+    )
 
 
 @dataclass

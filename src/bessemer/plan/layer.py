@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bessemer.core.recipes import RECIPES
 from bessemer.core.recompute import RECOMPUTE
 from bessemer.plan.collectives import group_s
 from bessemer.plan.exchanges import ContextExchange, key_value_width, query_output_width, routed_bytes, stream_bytes
+from bessemer.plan.gains import filled_work
 from bessemer.plan.kernels import (
     Passes,
     Precision,
@@ -21,6 +21,7 @@ from bessemer.plan.kernels import (
     cast_s,
     gemm_s,
     grouped_share,
+    precision_of,
 )
 from bessemer.plan.space import CP_KINDS
 
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 
     from bessemer.plan.calibration import Constants
     from bessemer.plan.dims import Dims
+    from bessemer.plan.gains import Choice
     from bessemer.plan.rates import Rates
 
-__all__ = ["CATEGORIES", "Keys", "LayerCost", "Work", "layer_cost", "precision_of"]
+__all__ = ["CATEGORIES", "Keys", "LayerCost", "Work", "layer_cost"]
 
 CATEGORIES = ("gemm", "attention", "grouped", "element", "cast", "gap", "host", "recompute", "tp", "cp", "ep")
 """What a layer's time is made of: products, attention core, grouped products of experts, small operators and
@@ -64,13 +66,15 @@ class Keys:
 class Work:
     """What one step has to do. `attention_share`: of the causal pairs that are really computed (packed short
     sequences: less than 1). `frozen`: 1 where base weights get no gradient (LoRA). `imbalance`: tokens of the fullest
-    expert rank against the mean. `dispatch_bytes`: of an element sent to an expert."""
+    expert rank against the mean. `dispatch_bytes`: of an element sent to an expert. `choice`: which linear layers
+    Bessemer's own trainer leaves high (None: other software quantises them all)."""
 
     seq: Any
     attention_share: Any = 1.0
     frozen: Any = 0.0
     imbalance: Any = 1.0
     dispatch_bytes: Any = 2.0
+    choice: Choice | None = None
 
 
 @dataclass
@@ -82,6 +86,10 @@ class LayerCost:
     forward: NDArray[np.float64]
     inputs: NDArray[np.float64]
     weights: NDArray[np.float64]
+
+
+Packed = tuple[tuple[str, Any], ...]
+"""Of the linear layers that a product computes side by side the names, and how many columns each has."""
 
 
 @dataclass(frozen=True)
@@ -105,39 +113,6 @@ class _Exchange:
     backward: NDArray[np.float64]
 
 
-def precision_of(recipe: NDArray[np.int64], r: Rates, c: Constants) -> Precision:
-    """What the recipes with these ids mean on that machine. A recipe the machine has no units for gets rate nan."""
-    recipes = list(RECIPES.values())
-    wide = r.bf16 * c.clock * c.gemm_bf16
-    with np.errstate(invalid="ignore", divide="ignore"):
-        by_kind = {
-            "fp32": r.fp32 * c.clock * c.gemm_fp32,
-            "bf16": wide,
-            "fp16": wide,
-            "fp8": np.where(np.asarray(r.fp8) > 0, r.fp8 * c.clock * c.gemm_fp8, np.nan),
-            "mx": np.where(np.asarray(r.fp8) > 0, r.fp8 * c.clock * c.gemm_mxfp8, np.nan),
-            "fp4": np.where(np.asarray(r.fp4) > 0, r.fp4 * c.clock * c.gemm_fp4, np.nan),
-        }
-    shape = np.broadcast(recipe, wide).shape
-    rate, wide_rate = np.zeros(shape), np.zeros(shape)
-    ids = np.broadcast_to(recipe, shape)
-    for index in np.unique(ids):
-        spec = recipes[index]
-        kind = "mx" if spec.gemm == "fp8" and spec.scale_block > 0 else spec.gemm
-        here = ids == index
-        rate[here] = np.broadcast_to(by_kind[kind], shape)[here]
-        wide_rate[here] = np.broadcast_to(by_kind["fp32" if spec.gemm == "fp32" else "bf16"], shape)[here]
-    pick = lambda values: np.array(values)[ids]  # noqa: E731
-    return Precision(
-        rate,
-        wide_rate,
-        pick([s.operand_bytes for s in recipes]),
-        pick([s.cast_bytes for s in recipes]),
-        pick([4.0 if s.compute == "fp32" else 2.0 for s in recipes]),
-        pick([s.operand_bytes if s.gathers_quantised else 4.0 if s.compute == "fp32" else 2.0 for s in recipes]),
-    )
-
-
 def layer_cost(k: Keys, d: Dims, w: Work, r: Rates, c: Constants) -> tuple[LayerCost, LayerCost]:
     """A dense layer and an MoE layer (zeros where the model has none)."""
     at = _At(k, k.micro_batch * w.seq / k.cp, d, w, precision_of(k.recipe, r, c), r, c)
@@ -150,7 +125,7 @@ def layer_cost(k: Keys, d: Dims, w: Work, r: Rates, c: Constants) -> tuple[Layer
     if not np.any(np.asarray(d.moe_layers) > 0):
         return dense_cost, LayerCost(np.zeros((len(CATEGORIES), len(zeros))), zeros, zeros, zeros)
     moe, ep = _moe_part(at)
-    shared, tp_shared = _dense_part(at, d.shared_ffn, whole=False)
+    shared, tp_shared = _dense_part(at, d.shared_ffn, "mlp.shared", whole=False)
     kernels = attention + (moe + shared).scaled(c.moe)
     return dense_cost, _compose(at, kernels, (_sum(tp_attention, tp_shared), cp, ep), c.host_moe_s)
 
@@ -192,9 +167,10 @@ def _attention_part(at: _At) -> tuple[Passes, _Exchange]:
         (local, local, local, np.where(mla, d.q_rank + d.kv_rank + d.rope_dim, 0.0), hidden),
     ]
     part = Passes.zero(size)
-    for rows, ahead, back, width, depth in products:
-        part.gemm += gemm_s(rows, width, depth, p, r, c) * (width > 0)
-        part.cast += cast_s(ahead, back, width, depth, p, r, c)
+    for packed, (rows, ahead, back, width, depth) in zip(_attention_names(at), products, strict=True):
+        high = _high(at, packed, rows, depth)
+        part.gemm += _gemm_s(at, high, rows, width, depth) * (width > 0)
+        part.cast += cast_s(ahead, back, width, depth, p, r, c) * (1 - high)
         part.element += _adapter_s(rows, width, depth, w, r, c)
     core = attention_core(tokens, w.seq, k.tp, d, p, r, c)
     part.attention += core * np.where(np.asarray(c.unfused_attention) > 0, 1.0, w.attention_share)
@@ -208,7 +184,41 @@ def _attention_part(at: _At) -> tuple[Passes, _Exchange]:
     return part.scaled(c.layer), _tp_exchange(at, gathered)
 
 
-def _dense_part(at: _At, ffn: Any, *, whole: bool = True) -> tuple[Passes, _Exchange]:
+def _attention_names(at: _At) -> list[Packed]:
+    """What each product of `_attention_part` is made of."""
+    k, d = at.k, at.d
+    if at.w.choice is None:
+        return [()] * 4
+    q, out = d.heads * d.qk_dim / k.tp, d.hidden
+    if d.mla == 0:
+        kv = d.kv_heads * (d.qk_dim + d.v_dim) / np.minimum(k.tp, d.kv_heads)
+        return [(("attn.qkv", q + kv),), (("attn.o", out),), (), ()]
+    nope_v = d.heads * (d.qk_dim - d.rope_dim + d.v_dim) / k.tp
+    first, latent = "attn.q", [("attn.kv_a", d.kv_rank + d.rope_dim)]
+    if d.q_rank > 0:
+        first, latent = "attn.q_b", [("attn.q_a", d.q_rank), *latent]
+    return [((first, q),), (("attn.o", out),), (("attn.kv_b", nope_v),), tuple(latent)]
+
+
+def _high(at: _At, packed: Packed, tokens: Any, depth: Any) -> Any:
+    """[S]: share of a product that runs in 16 bits, 0 where nothing was chosen."""
+    if at.w.choice is None or not packed:
+        return 0.0
+    whole = sum(width for _, width in packed)
+    return sum(at.w.choice.high(name, at.k.recipe, tokens, width, depth) * width for name, width in packed) / whole
+
+
+def _gemm_s(at: _At, high: Any, tokens: Any, out: Any, depth: Any) -> NDArray[np.float64]:
+    """[3, S] of products of which a share runs high, and the others are filled up, as the trainer does."""
+    narrow = gemm_s(tokens, out, depth, at.p, at.r, at.c)
+    if at.w.choice is None:
+        return narrow
+    narrow = narrow * filled_work(at.k.recipe, tokens, out, depth)
+    both: NDArray[np.float64] = narrow * (1 - high) + gemm_s(tokens, out, depth, at.p, at.r, at.c, wide=True) * high
+    return both
+
+
+def _dense_part(at: _At, ffn: Any, name: str = "mlp", *, whole: bool = True) -> tuple[Passes, _Exchange]:
     """A feed-forward part of width `ffn`; with `whole` its norm and residual too."""
     k, tokens, d, w, p, r, c = at.k, at.tokens, at.d, at.w, at.p, at.r, at.c
     size, used = len(tokens), np.where(np.asarray(ffn) > 0, 1.0, 0.0)
@@ -217,12 +227,14 @@ def _dense_part(at: _At, ffn: Any, *, whole: bool = True) -> tuple[Passes, _Exch
     local = tokens / np.where(k.sequence_parallel > 0, k.tp, 1)
     part = Passes.zero(size)
     ahead_rows = np.where(p.gather_bytes < p.compute_bytes, local, tokens)
-    for ahead, back, out, depth in (
-        (ahead_rows, tokens, d.up_mats * width, hidden),
-        (tokens, ahead_rows, hidden, width),
+    up = "gate_up" if np.all(np.asarray(d.up_mats) == 2) else "up"
+    for kind, ahead, back, out, depth in (
+        (up, ahead_rows, tokens, d.up_mats * width, hidden),
+        ("down", tokens, ahead_rows, hidden, width),
     ):
-        part.gemm += gemm_s(tokens, out, depth, p, r, c)
-        part.cast += cast_s(ahead, back, out, depth, p, r, c)
+        high = _high(at, ((f"{name}.{kind}", out),) if np.all(used > 0) else (), tokens, depth)
+        part.gemm += _gemm_s(at, high, tokens, out, depth)
+        part.cast += cast_s(ahead, back, out, depth, p, r, c) * (1 - high)
         part.element += _adapter_s(tokens, out, depth, w, r, c)
     act = tokens * width
     around = local * d.hidden * float(whole)
@@ -286,12 +298,15 @@ def _moe_part(at: _At) -> tuple[Passes, _Exchange]:
     share = grouped_share(np.maximum(rows / experts, 1e-9), width, c)
     part = Passes.zero(size)
     hidden = np.broadcast_to(np.asarray(d.hidden, float), (size,))
+    if w.choice is not None and w.choice.emulated:  # quantised, and multiplied in 16 bits
+        p = replace(p, gemm_flops_per_s=p.wide_flops_per_s, operand_bytes=p.compute_bytes)
     fast = replace(p, gemm_flops_per_s=p.gemm_flops_per_s * share)
-    for out, depth in ((d.up_mats * width, hidden), (hidden, width)):
+    for kind, out, depth in (("up", d.up_mats * width, hidden), ("down", hidden, width)):
+        high = _high(at, ((f"mlp.experts.{kind}", out),), rows, depth)
         weights = (experts - 1) * out * depth / r.hbm_bytes_per_s
         more = np.stack(np.broadcast_arrays(weights * p.operand_bytes, weights * p.operand_bytes, weights * 8.0))
         part.grouped += gemm_s(rows, out, depth, fast, r, c) + more
-        part.cast += cast_s(rows, rows, out, depth, p, r, c)
+        part.cast += cast_s(rows, rows, out, depth, p, r, c) * (1 - high)
     part.gemm += gemm_s(own, np.maximum(d.experts, 1.0), hidden, p, r, c, wide=True)
     # experts with biases and a clamped activation run it as separate kernels
     act, moved = (

@@ -18,8 +18,8 @@ from bessemer.core.model import ModelSpec
 from bessemer.core.recipes import RECIPES
 from bessemer.plan.calibration import Constant, Constants, default_calibration
 from bessemer.plan.dims import dims_of
-from bessemer.plan.kernels import Precision, attention_core, cross_entropy_s, gemm_s, optimizer_s
-from bessemer.plan.layer import CATEGORIES, Work, precision_of
+from bessemer.plan.kernels import Precision, attention_core, cross_entropy_s, gemm_s, optimizer_s, precision_of
+from bessemer.plan.layer import CATEGORIES, Work
 from bessemer.plan.price import price_arrays
 from bessemer.plan.rates import Rates, rates_of
 from bessemer.plan.space import Layouts

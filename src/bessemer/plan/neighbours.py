@@ -15,7 +15,6 @@ from bessemer.plan.calibration import default_calibration, gpu_of
 from bessemer.plan.dims import dims_of
 from bessemer.plan.enumerate import rules_of
 from bessemer.plan.figures import Priced, prices_of
-from bessemer.plan.layer import Work
 from bessemer.plan.price import price_arrays
 from bessemer.plan.rates import rates_of
 from bessemer.plan.replayed import with_replay
@@ -245,7 +244,7 @@ def sensitivity_of(priced: Priced, index: int, change: float = 0.1) -> dict[str,
     request, one = priced.request, priced.layouts.take(np.array([index]))
     gpus = gpu_of(request.machine)
     constants = (request.calibration or default_calibration()).resolve(gpus, request.era)
-    rates, dims, work = rates_of(request.rank_machine), dims_of(request.padded), Work(seq=float(request.seq_len))
+    rates, dims, work = rates_of(request.rank_machine), dims_of(request.padded), request.work
     batch = np.array([float(request.global_batch)])
 
     def step(names: tuple[str, ...]) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bessemer.core.job import PrecisionSection
 from bessemer.plan.calibration import Calibration, default_calibration, gpu_of
 from bessemer.plan.data_parallel import data_parallel_s
 from bessemer.plan.dims import dims_of
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["BANDS", "BREAKDOWN", "DEFAULT_ERA", "Prices", "price", "price_arrays", "price_case"]
 
 DEFAULT_ERA = "megatron-2026"
+
+_PLAIN = PrecisionSection()
 
 BREAKDOWN = (*CATEGORIES, "ends", "p2p", "bubble", "dp", "offload", "optimizer", "scale", "fixed")
 """Seconds of a step on the slowest rank: the layers' parts (see `layer.CATEGORIES`), embedding, head and loss,
@@ -74,11 +77,13 @@ def price(  # noqa: PLR0913 - the request has that many parts
     era: str = DEFAULT_ERA,
     work: Work | None = None,
     own: bool = False,
+    precision: PrecisionSection = _PLAIN,
 ) -> Prices:
     """Prices `layouts` of one model on one machine.
 
     `work` says more about the step than `seq_len` (LoRA, packed sequences, expert imbalance). `own`: with the memory of
-    Bessemer's own trainer instead of that of the era's software. ValueError where a
+    Bessemer's own trainer instead of that of the era's software; `precision`: what a job says of that, its recipe
+    apart. ValueError where a
     layout doesn't use `num_gpus` ranks or `global_batch` isn't micro_batch x dp x a whole number: such layouts are the
     enumeration's to leave out. ConfigError for a machine without figures, KeyError for an unknown era.
     """
@@ -95,7 +100,7 @@ def price(  # noqa: PLR0913 - the request has that many parts
     case = Case(layouts, dims_of(spec), job, rates_of(machine), constants, global_batch / each)
     prices = price_case(case, calibrated=gpus[-1] != "generic", memory=not own)
     if own:
-        prices.memory = own_memory(layouts, spec, job.seq, case.num_micro, constants.memory_base_bytes)
+        prices.memory = own_memory(layouts, spec, job.seq, case.num_micro, constants.memory_base_bytes, precision)
         prices.memory_bytes = prices.memory.total
     return prices
 

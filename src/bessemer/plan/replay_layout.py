@@ -16,7 +16,6 @@ from bessemer.core.schedules import rank_of_stage, schedule
 from bessemer.plan.calibration import default_calibration, gpu_of
 from bessemer.plan.collectives import p2p_s
 from bessemer.plan.dims import dims_of
-from bessemer.plan.layer import Work
 from bessemer.plan.pipeline import in_flight
 from bessemer.plan.rates import rates_of
 from bessemer.plan.replay import Replay, StageTimes, num_stages, replay
@@ -75,7 +74,7 @@ def _case(priced: Priced, index: int) -> Case:
     request, one = priced.request, priced.layouts.take(np.array([index]))
     machine = request.rank_machine
     constants = (request.calibration or default_calibration()).resolve(gpu_of(machine), request.era)
-    work = Work(seq=float(request.seq_len))
+    work = request.work
     return Case(one, dims_of(request.padded), work, rates_of(machine), constants, priced.prices.num_micro[[index]])
 
 

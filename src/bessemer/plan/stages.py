@@ -9,7 +9,6 @@ import numpy as np
 from bessemer.plan.calibration import default_calibration, gpu_of
 from bessemer.plan.dims import dims_of
 from bessemer.plan.figures import Priced
-from bessemer.plan.layer import Work
 from bessemer.plan.memory import stage_lines
 from bessemer.plan.own_memory import own_rank_lines
 from bessemer.plan.pipeline import stage_layers
@@ -26,7 +25,7 @@ def stage_memory(priced: Priced, index: int) -> list[dict[str, float]]:
         micro = priced.prices.num_micro[[index]]
         every = own_rank_lines(one, request.padded, request.seq_len, micro, constants.memory_base_bytes)
         return [{name: size for name, size in lines.items() if size > 0} for lines in every]
-    dims, work = dims_of(request.padded), Work(seq=float(request.seq_len))
+    dims, work = dims_of(request.padded), request.work
     pp = int(one.pp[0])
     first, middle, last = stage_layers(dims.layers, one.pp, one.virtual_stages, one.first_layers, one.last_layers)
     found = []

@@ -13,8 +13,8 @@ import numpy as np
 from bessemer.core.schedules import SCHEDULES
 from bessemer.plan.collectives import group_s, p2p_s
 from bessemer.plan.exchanges import stream_bytes
-from bessemer.plan.kernels import cross_entropy_s, gemm_s, optimizer_s
-from bessemer.plan.layer import CATEGORIES, Keys, LayerCost, layer_cost, precision_of
+from bessemer.plan.kernels import cross_entropy_s, gemm_s, optimizer_s, precision_of
+from bessemer.plan.layer import CATEGORIES, Keys, LayerCost, layer_cost
 from bessemer.plan.memory import StageParams, layer_activations, stage_kinds, stage_params
 from bessemer.plan.pipeline import bubble_s, stage_layers
 

@@ -5,7 +5,7 @@ from bessemer.precision.delayed import advance, reference_amax
 from bessemer.precision.formats import FORMATS, Format
 from bessemer.precision.kept import kept_swiglu, swiglu_again
 from bessemer.precision.linear import ROLES, Call, QuantLinear, quant_linear
-from bessemer.precision.numerics import INT8_WEIGHT, Numerics, Shape, numerics
+from bessemer.precision.numerics import INT8_WEIGHT, Numerics, numerics
 from bessemer.precision.product import multiply, promoted
 from bessemer.precision.products import QuantProducts
 from bessemer.precision.scaled import Grain, Scaled, Scheme, quantise
@@ -23,7 +23,6 @@ __all__ = [
     "QuantProducts",
     "Scaled",
     "Scheme",
-    "Shape",
     "advance",
     "channel_scales",
     "decode",

@@ -108,7 +108,7 @@ def multiply_on(
     path: Path, a_MK: Scaled, b_NK: Scaled, dtype: torch.dtype = torch.bfloat16, bias_N: Tensor | None = None
 ) -> Tensor:
     """a b^T (+ bias) [M, N] in `dtype` (bfloat16 or float32) on a path that `path_for` gave for the schemes of a and
-    b. Sizes are whole multiples, see `shapes.multiples`; torch or `ops.triton` refuse others."""
+    b. Sizes are whole multiples, see `core.linear_layers.multiples`; torch or `ops.triton` refuse others."""
     if path == "emulated" or not (a_MK.codes.numel() and b_NK.codes.numel()):
         y = multiply(a_MK, b_NK, dtype)
         return y if bias_N is None else y + bias_N.to(dtype)
@@ -162,7 +162,7 @@ def _side_by_side(side: Scaled) -> Tensor:
 
 @dataclass(frozen=True)
 class Operand:
-    """How to quantise one: `multiple` of both its sizes (`shapes.multiples(...).k`), up to which it is filled with
+    """How to quantise one: `multiple` of both its sizes (`multiples(...).k`), up to which it is filled with
     zeros, which changes no scale and no result; `rotated`: its transpose by a Hadamard matrix first; `past` and
     `generator` as `quantise` takes them."""
 

@@ -17,22 +17,13 @@ from bessemer.precision.delayed import Choice
 from bessemer.precision.formats import E2M1, E4M3, E5M2, E8M0, INT8, Format, float_format
 from bessemer.precision.scaled import ROW, TENSOR, Grain, Scheme
 
-__all__ = ["BF16", "INT8_WEIGHT", "Numerics", "Shape", "emulated", "numerics"]
+__all__ = ["BF16", "INT8_WEIGHT", "Numerics", "emulated", "numerics"]
 
 INT8_WEIGHT = Scheme(INT8, ROW)
 """Weights alone, a scale per output."""
 
 BF16 = float_format(8, 7)
 """What an operand has anyway where products run in bfloat16: the format of one that isn't to be quantised."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A product's sizes: tokens, inputs, outputs."""
-
-    tokens: int
-    inputs: int
-    outputs: int
 
 
 @dataclass(frozen=True)

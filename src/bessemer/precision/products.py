@@ -19,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bessemer.core.linear_layers import Shape, multiples
+from bessemer.core.recipes import RECIPES
 from bessemer.ops.linear import product
 from bessemer.precision import gpu
 from bessemer.precision.casts import amax
-from bessemer.precision.numerics import Numerics, Shape
+from bessemer.precision.numerics import Numerics
 from bessemer.precision.product import hadamard, working_dtype
 from bessemer.precision.scaled import TENSOR, Scaled, Scheme, quantise
-from bessemer.precision.shapes import multiples
 
 __all__ = ["ROLES", "QuantProducts", "Watch"]
 
@@ -278,7 +279,7 @@ class QuantProducts:
         scheme: Scheme = getattr(self.numerics, role)
         rounding = self.generator if role == "grad" and self.numerics.stochastic else None
         rotated = self.numerics.hadamard and role != "weight"
-        return gpu.Operand(scheme, multiples(self.numerics).k, rotated, past, rounding)
+        return gpu.Operand(scheme, multiples(RECIPES[self.numerics.recipe]).k, rotated, past, rounding)
 
     def _watched(self, role: str, place: int, x_RC: Tensor, made: Scaled) -> None:
         if self.watch is not None:

@@ -47,6 +47,7 @@ _PRODUCTS: dict[Any, tuple[str, str]] = {
     _aten.baddbmm: ("batch1", "batch2"),
     _aten.baddbmm_: ("batch1", "batch2"),
     _aten._scaled_mm: ("self", "mat2"),
+    _aten._scaled_mm_v2: ("self", "mat2"),
     _aten._grouped_mm: ("self", "mat2"),  # each row meets one expert's matrix
 }
 """Matrix products, and the names of their two factors in the operator's schema."""

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from bessemer.core.job import Job
+from bessemer.core.machine import load_machine
 from bessemer.core.model import ModelSpec
 from bessemer.core.paths import user_path
 from bessemer.core.recipes import RECIPES
+from bessemer.core.resolve import resolve_model
 from bessemer.models.build import initialise
 from bessemer.models.decoder import Decoder
 from bessemer.models.hf import import_hf
@@ -22,6 +24,7 @@ from bessemer.parallel.compile import compile_blocks
 from bessemer.parallel.data import DataParallel, shard
 from bessemer.parallel.mesh import Mesh
 from bessemer.parallel.recompute import apply_recompute
+from bessemer.plan.gains import slow_layers
 from bessemer.precision import numerics
 from bessemer.precision.gpu import path_for, unit_of
 from bessemer.train.diagnosis import stop_non_finite
@@ -38,7 +41,8 @@ float32."""
 
 def quantising(job: Job, device: torch.device | None = None) -> Quantising | None:
     """What the job's recipe quantises and how, emulated or, with a device, on its path (RequestError where it has
-    none); None for a recipe that quantises nothing."""
+    none); None for a recipe that quantises nothing. What the machine of the job would be slower at stays high, by the
+    planner's word, on a CPU nothing."""
     section = job.precision
     if not RECIPES[section.recipe].quantised:
         return None
@@ -60,6 +64,7 @@ def quantising(job: Job, device: torch.device | None = None) -> Quantising | Non
         narrow=section.saved == "fp8",
         fall_back=section.fall_back,
         path=path,
+        slow=slow_layers(job, resolve_model(job.model), load_machine(job.machine.name)),
     )
 
 

@@ -3,7 +3,8 @@
 A GPU takes the operands of a product a [M, K] b [N, K]^T only in certain multiples; a CPU takes any. So each of the
 three products of a layer is filled up with zeros, which changes no scale and no result, or the layer stays as it is
 without quantising: where zeros would be so much of the work that FP8 gains nothing. A layer is quantised whole or not
-at all. `layer_table` says of every linear layer of a model how it runs, and why.
+at all. `layer_table` says of every linear layer of a model how it runs, and why. `kept_layers` is the choice that the
+trainer makes and the planner prices: it looks at the whole model's sizes, so that it is the same under every layout.
 
 Legend: T tokens, I inputs, O outputs; M, N, K of a product.
 """
@@ -17,10 +18,22 @@ from typing import Literal
 
 from bessemer.core.layout import Layout
 from bessemer.core.model import ModelSpec
-from bessemer.core.recipes import RECIPES, recipe
-from bessemer.precision.numerics import Numerics, Shape, numerics
+from bessemer.core.recipes import RECIPES, Recipe, recipe
 
-__all__ = ["GAIN", "Multiples", "Plan", "Product", "Row", "layer_table", "multiples", "plan", "table_text"]
+__all__ = [
+    "CHOICE_TOKENS",
+    "GAIN",
+    "Multiples",
+    "Plan",
+    "Product",
+    "Row",
+    "Shape",
+    "kept_layers",
+    "layer_table",
+    "multiples",
+    "plan",
+    "table_text",
+]
 
 GAIN = 1.5
 """How many times the work may grow by filling up. An FP8 product of 8192 or more columns on either side runs 1.3 to 1.5
@@ -34,6 +47,19 @@ _DIMS: dict[Role, tuple[str, str, str]] = {
     "wgrad": ("outputs", "inputs", "tokens"),
 }
 """What M, N and K of each product are."""
+
+
+CHOICE_TOKENS = 4096
+"""Of a micro-batch, for what is decided from the whole model: so many that only the weights' sizes decide."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product's sizes: tokens, inputs, outputs."""
+
+    tokens: int
+    inputs: int
+    outputs: int
 
 
 @dataclass(frozen=True)
@@ -112,14 +138,14 @@ class Row:
     experts: int = 0
 
 
-def multiples(numerics: Numerics) -> Multiples:
+def multiples(recipe: Recipe) -> Multiples:
     """What `F.scaled_mm` of torch 2.13 wants on CUDA (aten/native/cuda/ScaledBlas.cpp): N and K of 16, and here K of
     whole 16 bytes of codes and of whole blocks, N of whole square blocks; with a column of float32 scales for each
     block of K, M of 4, so that it begins at multiples of 16 bytes."""
-    bytes16 = 16 * 8 // numerics.x.format.bits
-    block = max(numerics.x.grain.cols, 1)
-    columns = block > 1 and numerics.x.scale_format is None
-    return Multiples(4 if columns else 1, math.lcm(16, max(numerics.weight.grain.rows, 1)), math.lcm(bytes16, block))
+    bytes16 = 16 * 8 // (4 if recipe.gemm == "fp4" else 8)
+    block = max(recipe.scale_block, 1)
+    columns = block > 1 and recipe.scale_bytes == 4
+    return Multiples(4 if columns else 1, math.lcm(16, block if recipe.square_blocks else 1), math.lcm(bytes16, block))
 
 
 def plan(recipe_name: str, shape: Shape, *, runs: bool = False) -> Plan:
@@ -128,7 +154,7 @@ def plan(recipe_name: str, shape: Shape, *, runs: bool = False) -> Plan:
     spec = recipe(recipe_name)
     if not spec.quantised:
         return Plan(_products(shape, Multiples(1, 1, 1), False), spec.gemm, spec.gemm, f"the recipe is {spec.name}")
-    products = _products(shape, multiples(numerics(recipe_name)), runs)
+    products = _products(shape, multiples(spec), runs)
     worst = max(products, key=lambda p: p.work)
     why = ""
     if worst.work > GAIN:
@@ -162,6 +188,26 @@ def layer_table(
                 kept="it is outside of the blocks")], [last] if last in held else []),
     ]  # fmt: skip
     return [part.row(recipe_name, tuple(where)) for found, where in parts if where for part in found]
+
+
+def kept_layers(
+    spec: ModelSpec, recipe_name: str, *, high_first: int = 0, high_last: int = 0, slow: Iterable[tuple[str, str]] = ()
+) -> dict[tuple[int, str], str]:
+    """By (layer, name in its block) of each linear layer why it isn't quantised, "" where it is. The blocks of
+    multi-token prediction are numbered after the last layer, and count as that. slow: (name, why) of what the recipe
+    would slow down on the job's machine, as `bessemer.plan.gains.slow_layers` says."""
+    found: dict[tuple[int, str], str] = {}
+    last, loses = spec.num_layers - 1, dict(slow)
+    shares = 1 if spec.moe is None else -(-spec.moe.num_experts // spec.moe.top_k)  # each expert then gets as many
+    for row in layer_table(spec, Layout(), recipe_name, micro_batch=shares, seq_len=CHOICE_TOKENS):
+        for layer in row.layers:
+            asked = ""
+            if min(layer, last) < high_first:
+                asked = f"precision.high_first = {high_first}"
+            elif min(layer, last) > last - high_last:
+                asked = f"precision.high_last = {high_last}"
+            found[layer, row.name] = row.plan.kept or asked or loses.get(row.name, "")
+    return found
 
 
 def table_text(rows: Iterable[Row]) -> str:
