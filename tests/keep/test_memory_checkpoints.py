@@ -259,6 +259,7 @@ def test_after_kill_9_of_all_ranks_the_run_goes_on_from_the_newest_step_in_memor
     job = ten_steps(tmp_path)
     with loops.vault(job.run.folder) as socket:
         kill_all(job, socket)
+        settled(socket)
         assert CheckpointFolder(job.run.folder / "checkpoints").steps() == [4]
         assert_goes_on(job, socket, "memory", 7, undisturbed)
 

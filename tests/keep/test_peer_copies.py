@@ -188,6 +188,8 @@ def test_a_transfer_that_breaks_off_leaves_the_copy_before_it(tmp_path):
         assert steps_at(b) == [1]
         transport.put(b, sent[2][0], memoryview(sent[2][1]))
         assert steps_at(b) == [1, 2]
+        transport.put(b, sent[1][0], memoryview(sent[1][1]))
+        assert steps_at(b) == [1], "the run went back, so the later step is of its lost future"
         transport.close()
 
 

@@ -52,7 +52,7 @@ def test_the_budget_ends_a_row_and_progress_begins_another() -> None:
     assert ladder.first is later
 
 
-@pytest.mark.parametrize("code", ["peer-lost", "vault-lost", "memory-damaged"])
+@pytest.mark.parametrize("code", ["peer-lost", "stranded", "vault-lost", "memory-damaged"])
 def test_what_follows_from_the_death_of_others_is_tried_again(code: str) -> None:
     assert Ladder(1).climb(reported(code), 5, 0) == "memory"
 

@@ -165,9 +165,9 @@ class Memory:
             raise _no_memory(geometry.total_bytes, free, error) from error
 
     @classmethod
-    def attach(cls, descriptor: int, geometry: Geometry) -> Self:
-        """Map memory that was passed here, all pages at once, so that the first save is as fast as the others."""
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    def attach(cls, descriptor: int, geometry: Geometry, *, at_once: bool = True) -> Self:
+        """Map memory that was passed here. at_once: all pages, so that the first save is as fast as the others."""
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
         return cls(descriptor, geometry, mmap.mmap(descriptor, geometry.total_bytes, flags=flags))
 
     def header(self, generation: int) -> Header:
@@ -188,6 +188,10 @@ class Memory:
 
     def data_offset(self, generation: int) -> int:
         return self._at(generation) + self.geometry.data_at
+
+    def offsets(self, generation: int) -> list[int]:
+        """Where each block of a committed generation begins, in bytes from the start of the memory."""
+        return [self.data_offset(generation) + e.offset for e in self._layout(generation, self.header(generation))]
 
     def read(self, generation: int) -> tuple[int, dict[str, Any], list[Block]]:
         """Step, meta and blocks of a committed generation; the blocks' bytes are those of this memory, not copies.

@@ -30,7 +30,7 @@ from bessemer.keep.writer import Block
 
 __all__ = ["MemoryCopies", "fetch", "settled"]
 
-_CHUNK = 1 << 20  # hashed, and copied while it is still in the cache
+_CHUNK = 1 << 18  # copied, and hashed while it is still in the cache
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class _Piece:
     block: Block
     digest: int
     rank: int
+    descriptor: int
+    offset: int
 
 
 class MemoryCopies:
@@ -53,8 +55,7 @@ class MemoryCopies:
                 for rank in vault.ask({"op": "copies"})["ranks"]:
                     reply = vault.ask({"op": "copy", "rank": rank})
                     geometry = Geometry(**{key: int(reply[key]) for key in asdict(Geometry(0, 0, 0))})
-                    self._memories[rank] = Memory.attach(vault.descriptor(), geometry)
-                    self._memories[rank].close()  # the mapping stays
+                    self._memories[rank] = Memory.attach(vault.descriptor(), geometry, at_once=False)
                     self._digests[rank] = {int(d["generation"]): _digest(d) for d in reply["digests"]}
         except OSError as error:
             raise CheckpointError(f"the vault at {path} does not answer: {error}", code="vault-lost") from error
@@ -92,6 +93,8 @@ class MemoryCopies:
             self._memories[rank].check(generation, digest)
 
     def close(self) -> None:
+        for memory in self._memories.values():
+            memory.close()
         self._memories.clear()
 
     def __enter__(self) -> Self:
@@ -112,8 +115,9 @@ class MemoryCopies:
                 _, _, blocks = self._memories[rank].read(generation)
             except CheckpointError:
                 continue  # it is being written again
-            for block, checksum in zip(blocks, digest.blocks, strict=True):
-                found.setdefault(block.name, []).append(_Piece(block, checksum, rank))
+            memory = self._memories[rank]
+            for block, checksum, offset in zip(blocks, digest.blocks, memory.offsets(generation), strict=True):
+                found.setdefault(block.name, []).append(_Piece(block, checksum, rank, memory.descriptor, offset))
         return found
 
 
@@ -148,12 +152,14 @@ def _take(step: int, s: Slice, piece: _Piece, common: Any) -> None:
     """Verify a piece and copy what `s` has of it."""
     block = piece.block
     found = xxhash.xxh3_64()
-    if common == s.box == block.box and s.tensor.is_contiguous():
-        source = torch.frombuffer(block.data, dtype=torch.uint8)
-        target = s.tensor.detach().view(-1).view(torch.uint8)
-        for at in range(0, len(block.data), _CHUNK):
-            found.update(block.data[at : at + _CHUNK])
-            target[at : at + _CHUNK].copy_(source[at : at + _CHUNK])
+    if common == s.box == block.box and s.tensor.is_contiguous() and s.tensor.device.type == "cpu":
+        # read, not copied from a mapping: its pages would first have to be mapped, which costs as much as the copy
+        target = s.tensor.detach().view(-1).view(torch.uint8).numpy().data
+        for at in range(0, len(target), _CHUNK):
+            chunk = target[at : at + _CHUNK]
+            if os.preadv(piece.descriptor, [chunk], piece.offset + at) != len(chunk):
+                raise CheckpointError("the memory of the vault has another size than it says", code="vault-protocol")
+            found.update(chunk)
     else:
         found.update(block.data)
         count = math.prod(block.box.shape)

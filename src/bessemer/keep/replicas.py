@@ -62,7 +62,10 @@ class Replicas:
         with self._guard:
             copy = self._held.get(about.rank)
             if copy is None or copy.memory.geometry != about.geometry:
+                self._forget(about.rank)
                 copy = self._held[about.rank] = MemoryCopy(Memory.create(about.geometry), None)
+            for generation in [g for g, d in copy.digests.items() if d.step >= about.step]:  # the run went back
+                del copy.digests[generation]
             generation = min(range(GENERATIONS), key=lambda g: copy.digests[g].step if g in copy.digests else -1)
             copy.digests.pop(generation, None)
             begin(copy.memory, generation, about)
@@ -75,7 +78,8 @@ class Replicas:
             header = copy.memory.header(generation)
             if header.state == WRITING and header.step == about.step:
                 accept(copy.memory, generation, about)
-                copy.digests[generation] = about.digest
+                with self._guard:
+                    copy.digests[generation] = about.digest
                 return
         raise CheckpointError("another image came in between", code="checkpoint-damaged")
 
@@ -135,6 +139,11 @@ class Replicas:
                     say(f"step {digest.step} of rank {rank} is not copied to {peer}: {error}")
 
     # ---- inside
+
+    def _forget(self, rank: int) -> None:
+        copy = self._held.pop(rank, None)
+        if copy is not None:
+            copy.memory.close()
 
     def _own(self) -> list[About]:
         return [

@@ -16,7 +16,7 @@ __all__ = ["PROGRESS_STEPS", "Ladder", "may_help"]
 PROGRESS_STEPS = 10
 """So many steps beyond the furthest at an earlier failure are progress: the next failure is another one."""
 
-_CONSEQUENCES = ("peer-lost", "vault-lost", "memory-damaged")
+_CONSEQUENCES = ("peer-lost", "stranded", "vault-lost", "memory-damaged")
 """What a rank reports of others' ends. Whatever else it reports would come again."""
 
 
