@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bessemer.comm import collectives as comm
-from bessemer.core.errors import RunFolderError
+from bessemer.core.errors import RequestError, RunFolderError
 from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
 from bessemer.core.job_file import load_job
@@ -44,7 +44,16 @@ def main() -> int:
 
 
 def join(job: Job) -> int:
-    """Take part in `job` as the rank that a launcher's variables describe (torchrun, Slurm, MPI)."""
+    """Take part in `job` as the rank that a launcher's variables describe (torchrun, Slurm, MPI). RequestError for what
+    only our own agent does."""
+    keep = job.keep
+    asked = 'mode = "zero-interruption"' if keep.mode != "restart" else f"restarts = {keep.restarts}"
+    if keep.mode != "restart" or keep.restarts:
+        raise RequestError(
+            f"keep.{asked} needs the agent that starts the ranks, and a launcher has started this one",
+            code="needs-agent",
+            fix='bessemer train JOB without a launcher, on one host; or keep.mode = "restart" and keep.restarts = 0',
+        )
     return _guarded(job, Member.from_environment(job))
 
 
