@@ -122,6 +122,13 @@ def wrong_request(b: RemainsBuilder) -> None:
     ended(b, 0, "weights-mismatch", "weights of another model")
 
 
+def lost_weights(b: RemainsBuilder) -> None:
+    """The exception's class says less than the code."""
+    b.log("rank-0", traceback("bessemer.core.errors.CheckpointError: /nope has no model.safetensors"))
+    b.victims(1, 2, 3)
+    ended(b, 0, "weights-files", "/nope has no model.safetensors")
+
+
 def no_corpus(b: RemainsBuilder) -> None:
     ended(b, None, "corpus-empty", "corpus/*.py matches nothing")
 
@@ -181,6 +188,7 @@ CORPUS: list[tuple[Build, int | None, str, float, float, str]] = [
     (broke_at_once, 3, "data", 0.0, 0.49, "samples 8 to 15"),
     (bad_shard, 1, "data", 0.7, 1.0, "shard-3"),
     (wrong_request, None, "operator", 0.7, 1.0, "ranks 0, 1, 2, 3 failed in the same way"),
+    (lost_weights, 0, "operator", 0.7, 1.0, "/nope"),
     (no_corpus, None, "data", 0.7, 1.0, "corpus/*.py"),
     (disk_full, 0, "operator", 0.7, 1.0, "Errno 28"),
     (out_of_memory, 3, "operator", 0.7, 1.0, "DefaultCPUAllocator"),

@@ -141,11 +141,12 @@ def _judged(
         if trace is None:
             return (1 if how == "gone" else 2), cause
         return (2, cause_of_text(trace.kind, trace.message, norms)) if by_itself else (0, cause)
+    code, message = ("", "") if report is None else (str(report.fields.get(key) or "") for key in ("code", "message"))
     if trace is not None and by_itself:
         weight = 1 if trace.kind == "words" else 2
-        return weight, cause_of_text(trace.kind, trace.message, norms)
+        cause = cause_of_text(trace.kind, trace.message, norms)
+        return weight, cause_of_code(code, message, norms) if cause.kind == "unknown" and code else cause
     if report is not None:
-        code, message = str(report.fields.get("code") or ""), str(report.fields.get("message") or "")
         return (0 if is_victim(code, message) else 2), cause_of_code(code, message, norms)
     return 0, UNEXPLAINED
 
