@@ -217,6 +217,8 @@ class Dying(Loop):
     die_at: int | None = None
 
     def _step(self, step: int, batches: Any) -> Any:
+        if step == 4:
+            self.saver.wait()  # else one generation may still be being written when steps 6 and 7 are copied
         if step == self.die_at:
             self.parts.mesh.sum_over_world(torch.zeros(1))  # all have their copy of this step
             raise DeathIsDue
