@@ -284,7 +284,8 @@ def test_vocabularies_are_padded_where_tp_asks_for_it_and_that_is_said() -> None
 def test_only_what_trains_is_runnable() -> None:
     plain = {"dp": 8, "recipe": "bf16", "micro_batch": 1}
     cases = [(plain, True), ({**plain, "dp_shard": "full"}, True), ({**plain, "recompute": "full"}, True),
-             ({**plain, "recipe": "mxfp8"}, False), ({**plain, "dp": 4, "tp": 2}, True),
+             ({**plain, "recipe": "mxfp8"}, False), ({**plain, "recipe": "fp8-block128"}, True),
+             ({**plain, "dp": 4, "tp": 2}, True),
              ({**plain, "dp": 4, "pp": 2, "schedule": "dualpipe"}, False)]  # fmt: skip
     for row, runs in cases:
         assert bool(runnable(Layouts.of(1, **row), load_machine("h100"))[0]) is runs, row

@@ -22,6 +22,7 @@ from bessemer.data import problems as data
 from bessemer.keep import problems as keep
 from bessemer.models import problems as models
 from bessemer.parallel import problems as parallel
+from bessemer.plan.gains import layer_gains
 from bessemer.train import problems as train
 
 __all__ = ["CheckResult", "check"]
@@ -143,12 +144,28 @@ def _summary(job: Job, spec: ModelSpec, machine: Machine) -> dict[str, str]:
         "compute": f"{_flops(flops)} a token (forward and backward, causal), {_flops(flops * tokens)} in all",
         "layout": ranks + (f"; {job.shard} ranks share a copy (dp_shard {layout.dp_shard})" if job.shard > 1 else ""),
         "machine": f"{machine.name}, {job.precision.recipe}",
+        **_quantised(job, spec, machine),
         "memory": f"{format_bytes(job_bytes(job, spec, machine))}"
         + (f" of {format_bytes(limit)}" if limit else "")
         + " (modelled); a rank's largest: "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in largest),
         "run folder": str(job.run.folder),
     }
+
+
+def _quantised(job: Job, spec: ModelSpec, machine: Machine) -> dict[str, str]:
+    """Which linear layers a quantised recipe runs, and what it is predicted to gain in them."""
+    gains = layer_gains(job, spec, machine)
+    if not gains:
+        return {}
+    low, high = ([g for g in gains if bool(g.high) is kept] for kept in (False, True))
+    text = f"{job.precision.recipe}: {', '.join(dict.fromkeys(g.name for g in low)) or 'none'}"
+    speeds = [g.speedup for g in low if g.speedup is not None]
+    if speeds:
+        text += f" ({min(speeds):.2f} to {max(speeds):.2f} times as fast as bf16, modelled)"
+    elif gains[0].unknown:
+        text += f" ({gains[0].unknown})"
+    return {"linear layers": text + (f"; high: {', '.join(dict.fromkeys(g.name for g in high))}" if high else "")}
 
 
 def _flops(count: float) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bessemer.api._plan_inputs import job_request
 from bessemer.core.errors import ConfigError, DataError
+from bessemer.core.job import Job
 from bessemer.core.units import format_seconds
 from bessemer.keep.records import read_records
 from bessemer.plan.axes import request_problems
 from bessemer.plan.figures import prices_of
+from bessemer.plan.gains import Gain, gains_text, layer_gains
 from bessemer.plan.outcome import Details, Prices, layout_problems
 from bessemer.plan.replayed import with_replay
 from bessemer.plan.text import compare_text, details_text, layout_words
@@ -26,17 +28,21 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class Explained:
-    """One job's prediction; `measured_s`: the median step of a run of it, where one was given."""
+    """One job's prediction; `measured_s`: the median step of a run of it, where one was given; `gains`: what its
+    recipe gains in each kind of linear layer."""
 
     job_path: str
     details: Details
     measured_s: float | None = None
     around: bool = False
+    recipe: str = ""
+    gains: list[Gain] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         row = {
             **self.details.priced.row(self.details.index),
             **self.details.as_json(around=self.around),
+            "linear_layers": [gain.as_json() for gain in self.gains],
             "kind": "modelled",
         }
         if self.measured_s is not None:
@@ -49,6 +55,8 @@ class Explained:
         request = details.priced.request
         lines = [f"{self.job_path} on {request.num_gpus} x {request.machine.name}: {words}  (modelled)"]
         lines += details_text(details, around=self.around)
+        if self.gains:
+            lines += ["", *gains_text(self.gains, self.recipe)]
         if self.measured_s is not None:
             predicted = float(details.priced.prices.step_s[details.index])
             lines += [
@@ -99,13 +107,14 @@ def explain(
     trace: Write the replayed step of every pipeline rank to this file, for ui.perfetto.dev or chrome://tracing.
     """
     measured_s = None if run is None else _median_step_s(Path(run))
-    details = _details(job_path, tuple(sets))
+    job, details = _details(job_path, tuple(sets))
     if trace is not None:
         from bessemer.plan.replay_layout import replay_layout
         from bessemer.plan.timeline import write_trace
 
         write_trace(replay_layout(details.priced, details.index), Path(trace))
-    return Explained(job_path, details, measured_s, around)
+    gains = layer_gains(job, details.priced.request.spec, details.priced.request.machine)
+    return Explained(job_path, details, measured_s, around, job.precision.recipe, gains)
 
 
 def compare(job_a: str, job_b: str, sets: Sequence[str] = ()) -> Comparison:
@@ -115,15 +124,15 @@ def compare(job_a: str, job_b: str, sets: Sequence[str] = ()) -> Comparison:
     job_b: Another one.
     sets: Override a field in both: --set train.global_batch=512. May be repeated.
     """
-    return Comparison((job_a, job_b), (_details(job_a, tuple(sets)), _details(job_b, tuple(sets))))
+    return Comparison((job_a, job_b), (_details(job_a, tuple(sets))[1], _details(job_b, tuple(sets))[1]))
 
 
-def _details(path: str, sets: tuple[str, ...]) -> Details:
-    _, request, layouts = job_request(path, sets)
+def _details(path: str, sets: tuple[str, ...]) -> tuple[Job, Details]:
+    job, request, layouts = job_request(path, sets)
     problems = request_problems(request) + layout_problems(request, layouts)
     if problems:
         raise ConfigError(problems, path)
-    return Details(with_replay(prices_of(request, layouts)), 0, Prices())
+    return job, Details(with_replay(prices_of(request, layouts)), 0, Prices())
 
 
 def _median_step_s(run: Path) -> float:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bessemer.plan.calibration import Constants
     from bessemer.plan.rates import Rates
 
-__all__ = ["Choice", "Gain", "choice_of", "filled_work", "layer_gains", "slow_layers"]
+__all__ = ["Choice", "Gain", "choice_of", "filled_work", "gains_text", "layer_gains", "slow_layers"]
 
 _ERA = "megatron-2026"
 """Whose constants decide: the newest that were fitted to GPUs."""
@@ -60,6 +60,7 @@ class Gain:
     high: str
     wide_s: float | None
     recipe_s: float | None
+    unknown: str = ""  # why nothing is predicted
 
     @property
     def speedup(self) -> float | None:
@@ -72,7 +73,25 @@ class Gain:
             "layer": self.name, "blocks": self.blocks, "tokens": tokens, "inputs": inputs, "outputs": outputs,
             "experts": self.experts, "quantised": not self.high, "why": self.high, "bf16_s": self.wide_s,
             "recipe_s": self.recipe_s, "speedup": self.speedup,
+            "unknown": self.unknown,
         }  # fmt: skip
+
+
+def gains_text(gains: list[Gain], recipe: str) -> list[str]:
+    """A line a kind of linear layer, for people; none where there are none."""
+    if not gains:
+        return []
+    cells = [(f"linear layers in {recipe}", "blocks", "tokens", "inputs x outputs", "speed-up (modelled)", "runs as")]
+    for gain in gains:
+        tokens, inputs, outputs = gain.size
+        speed = gain.unknown or f"{gain.speedup:.3f}"
+        runs = f"high: {gain.high}" if gain.high else recipe
+        times = f"{gain.blocks} x {gain.experts}" if gain.experts else str(gain.blocks)
+        cells.append((gain.name, times, str(tokens), f"{inputs} x {outputs}", speed, runs))
+    widths = [max(len(c[i]) for c in cells) for i in range(5)]
+    return [
+        f"  {c[0]:<{widths[0]}}  " + "  ".join(f"{c[i]:>{widths[i]}}" for i in range(1, 5)) + f"  {c[5]}" for c in cells
+    ]
 
 
 @dataclass(frozen=True)
@@ -88,7 +107,10 @@ class Choice:
     constants: Constants | None
 
     def high(self, name: str, recipe: NDArray[np.int64], tokens: Any, outputs: Any, inputs: Any) -> NDArray[np.float64]:
-        """[S]: share of the layers of that name that run in 16 bits. Experts don't look at their sizes."""
+        """[S]: share of the layers of that name that run in 16 bits. Experts don't look at their sizes.
+        Of a kind that the model hasn't got, a dense part beside experts alone, it is 1."""
+        if name not in self.kept:
+            return np.ones(len(recipe))
         always: NDArray[np.float64] = self.kept[name][recipe]
         if self.rates is None or self.constants is None or name.startswith(_EXPERTS):
             return always
@@ -139,15 +161,16 @@ def layer_gains(job: Job, spec: ModelSpec, machine: Machine) -> list[Gain]:
         return []
     slow = slow_layers(job, spec, machine)
     kept = kept_layers(spec, name, high_first=section.high_first, high_last=section.high_last, slow=slow)
-    figures = None if machine.device == "cpu" or lacking(RECIPES[name], machine) else _figures(machine)
-    found = []
+    emulates = machine.device == "cpu" or bool(lacking(RECIPES[name], machine))
+    figures, found = None if emulates else _figures(machine), []
+    unknown = "emulated" if emulates else "no figures" if figures is None else ""
     for row in (row for row in _rows(job, spec) if row.name not in _NEVER):
         reasons: dict[str, int] = {}
         for layer in row.layers:
             reasons[kept[layer, row.name]] = reasons.get(kept[layer, row.name], 0) + 1
         times = (None, None) if figures is None else _row_seconds(row, name, *figures)
         size = (row.shape.tokens, row.shape.inputs, row.shape.outputs)
-        found += [Gain(row.name, count, size, row.experts, why, *times) for why, count in reasons.items()]
+        found += [Gain(row.name, count, size, row.experts, why, *times, unknown) for why, count in reasons.items()]
     return found
 
 
