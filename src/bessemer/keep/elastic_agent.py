@@ -41,9 +41,10 @@ _LEADERS_WORK = ("evaluating", "saving", "waiting for the last checkpoint")
 PRELOAD = ("bessemer.train.elastic_worker", "torch._dynamo", "torch._inductor", "torch.onnx",
            "torch.distributed.fsdp", "torch.distributed.tensor")  # fmt: skip
 """What a rank has loaded by its second step."""
-QUICK_DEATH_S = 60.0
 QUICK_DEATHS = 3
-"""After so many groups in a row that died within a minute of their start, no new one is started."""
+"""After so many groups in a row that died before they were active, no new one is started."""
+VAULTS = 3
+"""So often a vault that died is followed by another."""
 
 
 @dataclass
@@ -70,7 +71,9 @@ class ElasticAgent(Agent):
         self._replicas = self.job.replicas
         self._control = self.folder.path / CONTROL
         self.coordinators = self._new_coordinators()
+        self._vaults = 0
         self._quick = 0
+        self._proved: set[int] = set()  # groups that have been active
         self._active: list[int] = []
         self._finished = False
         self._others_metrics: dict[int, dict[str, Any]] = {}
@@ -213,6 +216,7 @@ class ElasticAgent(Agent):
         self.journal.event(event, **fields)
         if event == "epoch":
             self._active = list(fields["active"])
+            self._proved |= set(self._active)
             self._progress.last = time.monotonic()
 
     def _is_active(self, group: _Group) -> bool:
@@ -317,16 +321,26 @@ class ElasticAgent(Agent):
             self._failing = True
             self._later(0.0, lambda: self._signal_rest(signal.SIGKILL))
             return
-        self._quick = self._quick + 1 if time.monotonic() - group.started < QUICK_DEATH_S else 0
+        self._quick = 0 if group.name in self._proved else self._quick + 1
         if self._finished or self.reception.stopping or self._failing or group.leaving:
             return
         if self._quick >= QUICK_DEATHS:
-            text = (
-                f"{self._quick} groups in a row died within {QUICK_DEATH_S:g} s of their start: no new one is started"
-            )
+            text = f"{self._quick} groups in a row died before they were active: no new one is started"
             self.journal.event("warning", message=text, rank=None)
             return
         self._start_group(joins=True)
+
+    def _on_vault_end(self) -> None:
+        """The groups go on; the one that leads connects to the next vault with its next save."""
+        ending = self._finished or self.reception.stopping or not any(not s.gone for s in self.ranks.values())
+        if ending or self._vaults >= VAULTS:
+            super()._on_vault_end()
+            return
+        self._vaults += 1
+        self.vault.reap()
+        text = f"{self.vault.lost_text(ranks_run=True)}; another is started, and saves from the next save on"
+        self.journal.event("warning", message=text, rank=None)
+        self.vault.start_again(self._hub)
 
     def _dismiss_spares(self) -> None:
         for group in self._groups.values():

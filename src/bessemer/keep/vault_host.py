@@ -64,6 +64,12 @@ class VaultHost:
             time.sleep(0.01)
         hub.watch(self.child.pidfd, self)
 
+    def start_again(self, hub: Hub) -> None:
+        """After it has died: another one, with nothing of what the first held."""
+        self.exit_code = None
+        self.socket.unlink(missing_ok=True)
+        self.start(hub)
+
     def finish(self) -> None:
         """Tells it that nobody will save any more."""
         if self.child is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bessemer.comm import collectives as comm
-from bessemer.core.errors import BessemerError
+from bessemer.core.errors import BessemerError, CheckpointError
 from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
 from bessemer.core.machine import load_machine
@@ -41,31 +41,60 @@ ACROSS_TIMEOUT_S = 60.0
 
 
 class LeaderSaver:
-    """The vault, of which only the group that leads is a client, from its first save on."""
+    """The vault, of which only the group that leads is a client, from its first save on and for as long as it leads.
+    When the vault dies the agent starts another; what the dead one had not written is saved with the next save."""
 
     def __init__(self, connect: Callable[[], VaultClient]) -> None:
-        self._connect, self._client = connect, None  # type: Callable[[], VaultClient], VaultClient | None
+        self._connect = connect
+        self._client: VaultClient | None = None
+        self.leads: Callable[[], bool] = lambda: True
 
     def reserve(self, slices: list[Slice], meta: dict[str, Any]) -> None:
         """Memory is reserved with the first save."""
 
     def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
-        return self._connected(slices, meta).save(step, slices, meta)
+        return self._with_client(slices, meta, lambda client: client.save(step, slices, meta))
 
     def hold(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
-        return self._connected(slices, meta).hold(step, slices, meta)
+        return self._with_client(slices, meta, lambda client: client.hold(step, slices, meta))
 
     def poll(self) -> list[dict[str, Any]]:
-        return [] if self._client is None else self._client.poll()
+        if self._client is not None and not self.leads():
+            self._leave()  # the vault has heard of another client for this place by now
+        if self._client is None:
+            return []
+        try:
+            return self._client.poll()
+        except CheckpointError as error:
+            self._leave_lost(error)
+            return []
 
     def wait(self) -> list[dict[str, Any]]:
         return [] if self._client is None else self._client.wait()
+
+    def _with_client(self, slices: list[Slice], meta: dict[str, Any], work: Callable[[VaultClient], float]) -> float:
+        """Once more with a new vault, if the one that was there has died."""
+        try:
+            return work(self._connected(slices, meta))
+        except CheckpointError as error:
+            self._leave_lost(error)
+            return work(self._connected(slices, meta))
 
     def _connected(self, slices: list[Slice], meta: dict[str, Any]) -> VaultClient:
         if self._client is None:
             self._client = self._connect()
             self._client.reserve(slices, meta)
         return self._client
+
+    def _leave_lost(self, error: CheckpointError) -> None:
+        if error.code != "vault-lost":
+            raise error
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
 
 class FileConnector(Connector):
@@ -138,7 +167,7 @@ def _run(job: Job, member: Member) -> None:
     saver = LeaderSaver(lambda: VaultClient(vault, rank=place, world_size=member.world_size))
     cohort = Cohort(environment["BESSEMER_COORDINATOR"], secret, seat)
     threading.Thread(target=_pass_wishes_on, args=(member, cohort), name="bessemer-leave", daemon=True).start()
-    ElasticLoop(
+    loop = ElasticLoop(
         parts=parts,
         train_data=open_dataset(job, "train", prepared),
         val_data=open_dataset(job, "val", prepared) if job.data.val_fraction > 0 else None,
@@ -153,4 +182,6 @@ def _run(job: Job, member: Member) -> None:
         exact=job.keep.sums == "exact",
         joins=joins,
         origin=Origin.of_environment(member.vault),
-    ).run()
+    )
+    saver.leads = lambda: loop.leads
+    loop.run()
