@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ LAYOUTS = [Layout(), Layout(dp=2, tp=2, ep=4, sequence_parallel=True), Layout(tp
 NAMES = list(RECIPES)
 
 
-def _job(name: str, layout: Layout, recipe: str, machine: str = "h100", **precision: object) -> Job:
+def _job(name: str, layout: Layout, recipe: str, machine: str = "h100", **precision: Any) -> Job:
     return Job(
         model=ModelSection(preset=name),
         layout=layout,

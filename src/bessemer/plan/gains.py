@@ -12,6 +12,7 @@ S layouts, R recipes in the order of `RECIPES`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -120,20 +121,21 @@ class Choice:
 
 def choice_of(spec: ModelSpec, machine: Machine, precision: PrecisionSection) -> Choice:
     """For layouts with any recipe; the other fields of `precision` count as they stand."""
-    kept: dict[str, list[Any]] = {}
-    high = {"high_first": precision.high_first, "high_last": precision.high_last}
-    for name in _NAMES:
+    shares: dict[str, NDArray[np.float64]] = {}
+    for at, name in enumerate(_NAMES):
+        if not RECIPES[name].quantised:
+            continue  # runs in its own type, which is high
         section = precision.model_copy(update={"recipe": name})
         slow = _slow(spec, machine, name, _whole(spec, name)) if _decides(section, machine) else ()
         found: dict[str, list[bool]] = {}
-        for (_, layer), why in kept_layers(spec, name, **high, slow=_lasting(slow, section)).items():
+        kept = _kept(spec, name, precision.high_first, precision.high_last, _lasting(slow, section))
+        for (_, layer), why in kept.items():
             found.setdefault(layer, []).append(bool(why))
         for layer, values in found.items():
-            kept.setdefault(layer, []).append(float(np.mean(values)))
+            shares.setdefault(layer, np.ones(len(_NAMES)))[at] = sum(values) / len(values)
     figures = _figures(machine)
     sections = [precision.model_copy(update={"recipe": name}) for name in _NAMES]
     by_layout = np.array([_decides(s, machine) and not _remembers(s) for s in sections])
-    shares = {layer: np.array(values) for layer, values in kept.items()}
     return Choice(shares, by_layout, machine.device != "cpu", *(figures or (None, None)))
 
 
@@ -170,7 +172,9 @@ def layer_gains(job: Job, spec: ModelSpec, machine: Machine) -> list[Gain]:
             reasons[kept[layer, row.name]] = reasons.get(kept[layer, row.name], 0) + 1
         times = (None, None) if figures is None else _row_seconds(row, name, *figures)
         size = (row.shape.tokens, row.shape.inputs, row.shape.outputs)
-        found += [Gain(row.name, count, size, row.experts, why, *times, unknown) for why, count in reasons.items()]
+        found += [
+            Gain(row.name, count, size, row.experts, why, *times, unknown=unknown) for why, count in reasons.items()
+        ]
     return found
 
 
@@ -215,6 +219,20 @@ def _rows(job: Job, spec: ModelSpec) -> list[Row]:
     return layer_table(spec, layout, recipe, micro_batch=job.train.micro_batch, seq_len=job.data.seq_len)
 
 
+@functools.lru_cache(maxsize=64)
+def _kept(
+    spec: ModelSpec, recipe: str, high_first: int, high_last: int, slow: tuple[tuple[str, str], ...]
+) -> dict[tuple[int, str], str]:
+    return kept_layers(spec, recipe, high_first=high_first, high_last=high_last, slow=slow)
+
+
+@functools.lru_cache(maxsize=64)
+def _allowed(spec: ModelSpec, recipe: str) -> frozenset[str]:
+    """What sizes alone let the recipe quantise."""
+    return frozenset(name for (_, name), why in kept_layers(spec, recipe).items() if not why)
+
+
+@functools.lru_cache(maxsize=64)
 def _whole(spec: ModelSpec, recipe: str) -> list[Row]:
     return layer_table(spec, Layout(), recipe, micro_batch=1, seq_len=CHOICE_TOKENS)
 
@@ -224,7 +242,7 @@ def _slow(spec: ModelSpec, machine: Machine, recipe: str, rows: list[Row]) -> tu
     figures, found = _figures(machine), []
     if figures is None:
         return ()
-    allowed = {name for (_, name), why in kept_layers(spec, recipe).items() if not why}
+    allowed = _allowed(spec, recipe)
     for row in rows:
         if row.name not in allowed:
             continue
