@@ -172,10 +172,8 @@ def layer_gains(job: Job, spec: ModelSpec, machine: Machine) -> list[Gain]:
             reasons[kept[layer, row.name]] = reasons.get(kept[layer, row.name], 0) + 1
         wide, narrow = (None, None) if figures is None else _row_seconds(row, name, *figures)
         size = (row.shape.tokens, row.shape.inputs, row.shape.outputs)
-        found += [
         make = functools.partial(Gain, row.name, size=size, experts=row.experts, wide_s=wide, recipe_s=narrow)
         found += [make(count, high=why, unknown=unknown) for why, count in reasons.items()]
-        ]
     return found
 
 
