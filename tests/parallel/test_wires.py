@@ -340,3 +340,20 @@ def first_steps(rank: int, world: int, jobs: list[Job]) -> dict[str, list[Any]]:
         found["losses"] += [result.loss for result in run_steps(parts, 0, 1)]
         found["gradients"] += first
     return found
+
+
+def _fallen_step(rank: int, world: int, gather: str) -> float:
+    """The loss of a step in which every layer goes on without quantising."""
+    from bessemer.models.watched import held_troubles, refresh_fallen
+
+    precision = {"gather": gather, "watch_every": 1, "fall_back": True}
+    parts = toy_parts(job_of("fp8-current", "mixtral", dp=world, ep=1, dp_shard="full", precision=precision), rank)
+    for _, trouble in held_troubles(parts.module):
+        trouble[..., 1] = 1
+    refresh_fallen(parts.module)
+    return next(iter(run_steps(parts, 0, 1))).loss
+
+
+def test_layers_that_have_fallen_back_travel_unquantised() -> None:
+    """Experts too: what is computed in bfloat16 is gathered without loss for it."""
+    assert run_ranks(2, _fallen_step, "fp8") == run_ranks(2, _fallen_step, "fp32")

@@ -166,6 +166,17 @@ def test_stochastic_rounding_draws_by_seed_step_and_micro_batch() -> None:
     assert relative_error(mean, nearest) < relative_error(first, nearest)
 
 
+@pytest.mark.parametrize("asked", [{}, {"stochastic": True}])
+def test_a_recipe_that_is_stochastic_by_itself_draws_anew_in_each_step(asked: dict[str, bool]) -> None:
+    def gradient(step: int) -> Tensor:
+        parts = toy_parts(job_of("nvfp4", precision=asked))
+        parts.step.passes.run(iter([toy_batch([0, 1])]), 1, step)
+        return parts.module.block(1).mlp.down.weight.grad
+
+    first = gradient(0)
+    assert torch.equal(first, gradient(0)) and relative_error(first, gradient(5)) > 0.05
+
+
 def test_the_history_is_that_of_the_job() -> None:
     """Length, choice and margin: the latest amax counts, with a bit of room."""
     precision = {"history": 4, "amax": "most_recent", "margin": 1}

@@ -172,3 +172,36 @@ def test_a_named_checkpoint_is_saved_in_the_new_run_too(tmp_path: Path) -> None:
     )
     assert train(other)[0]["ended"] == ""
     assert (other.run.folder / "checkpoints" / "step-4" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({"recipe": "bf16"}, {"recipe": "fp8-delayed"}, ("trained under bf16 so far", "histories of amaxes are begun")),
+        ({"recipe": "fp8-delayed"}, {"recipe": "bf16"}, ("trained under fp8-delayed", "amaxes are left out")),
+        ({"recipe": "bf16"}, {"recipe": "fp8-current"}, ("trained under bf16 so far, fp8-current from here",)),
+        (
+            {"recipe": "fp8-delayed", "watch_every": 1, "fall_back": True},
+            {"recipe": "fp8-delayed", "history": 4},
+            ("fall-backs are left out", "of another length"),
+        ),
+    ],
+)
+def test_a_run_goes_on_under_another_recipe_and_says_so(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], told: tuple[str, ...]
+) -> None:
+    wide = {"model": small_job(tmp_path).model.model_dump() | {"hidden_size": 128, "intermediate_size": 128}}
+    first = small_job(tmp_path, precision=before, train={"steps": 4}, **wide)
+    [end] = train(first)
+    kept = (
+        end["state"]["precision.history/layers.0.mlp.down", (3, 16), (0, 0)] if before != {"recipe": "bf16"} else None
+    )
+    path = str(first.run.folder / "checkpoints" / "step-4")
+    again = small_job(tmp_path, precision=after, train={"steps": 5}, run={"name": "other", "resume": path}, **wide)
+    [end] = train(again)
+    loaded = next(e for e in end["events"] if e["event"] == "loaded")
+    assert loaded["step"] == 4 and end["ended"] == "" and end["metrics"][-1]["step"] == 5
+    assert all(words in loaded["why"] for words in told), loaded["why"]
+    if "history" in after and kept is not None:
+        history = end["state"]["precision.history/layers.0.mlp.down", (3, 4), (0, 0)]
+        assert torch.equal(history[:, 1:], kept[:, :3]), "the newest are kept"

@@ -222,7 +222,8 @@ class Job(Frozen):
     def identity(self) -> str:
         """16 hex digits over what decides the run's numbers: model, data, training, precision.
 
-        Layout, machine, run folder and checkpoint policy are left out, since the same run may go on under others;
+        Layout, machine, run folder and checkpoint policy are left out, since the same run may go on under others, and with
+        the layout what only some have (gather, dispatch);
         so are the grouping into micro-batches, the reading threads and the compiler, and where and how often it is
         evaluated.
         """
@@ -244,6 +245,8 @@ class Job(Frozen):
             ("train", "recompute_modules"),
             ("train", "recompute_gb"),
             ("precision", "emulate"),
+            ("precision", "gather"),
+            ("precision", "dispatch"),
         ):
             kept[section].pop(key)
         if not self.precision.fall_back:

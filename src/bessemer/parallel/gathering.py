@@ -283,8 +283,7 @@ class NarrowGather(Gather):
 
     def _correct(self, place: int, logical: _Logical, *_call: Any) -> None:
         """After a product, which has noted the amax of what arrived."""
-        fallen = isinstance(logical.held, Quantised) and logical.held.fallen
-        if torch.is_grad_enabled() and not fallen:
+        if torch.is_grad_enabled() and not logical.held.fallen:
             logical.held.seen[logical.index] = self._masters[place]
 
 
@@ -298,7 +297,7 @@ def _of_projection(owner: Projection) -> _Logical | None:
 def _of_stack(owner: Experts, stack: Stack, whole: torch.Size, cut: int) -> _Logical | None:
     """whole: the shape of what FSDP divides; cut: into how many parts it divides each expert."""
     held = owner.quantised_down if stack is owner.down else owner.quantised_up
-    if held is None:
+    if held is None or held.fallen:
         return None
     experts, rows = whole[:2]
     first = owner.compute.split.experts.rank * experts

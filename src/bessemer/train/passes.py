@@ -127,8 +127,7 @@ class Passes:
 
     def key_draws(self, batch: Batch) -> None:
         """What stochastic rounding draws in the passes of `batch` from now on."""
-        if self._job.precision.stochastic:
-            key_draws(self.module, self._job.train.seed, self._step, batch["tokens_BS"])
+        key_draws(self.module, self._job.train.seed, self._step, batch["tokens_BS"])
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,9 +23,12 @@ from bessemer.models.quantise import refresh_amax
 from bessemer.models.watched import refresh_fallen
 from bessemer.train.assembly import Assembly
 from bessemer.train.restore_memory import fetch_from_peers, from_memory
-from bessemer.train.state import OPTIMIZER_PREFIX, filled_slices, state_names
+from bessemer.train.state import FALL_BACK_PREFIX, HISTORY_PREFIX, OPTIMIZER_PREFIX, filled_slices, state_names
 
 __all__ = ["Origin", "Restored", "checkpoint_meta", "restore"]
+
+_SCALING = (HISTORY_PREFIX, FALL_BACK_PREFIX)
+"""Of states that a run may lack which goes on from another recipe's."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,15 @@ def restore(parts: Assembly, run_folder: Path, data_fingerprint: str, origin: Or
     with Checkpoint.open(Path(choice["path"])) as checkpoint:
         _check_meta(checkpoint.meta, job, data_fingerprint, choice["path"])
         with filled_slices(parts.module, parts.optimizer) as slices:
-            _read(checkpoint, slices, _names(parts))
+            differs = _read(checkpoint, slices, _names(parts))
     _take_in(parts, checkpoint.step)
-    return Restored(checkpoint.step, "disk", choice["path"], why)
+    told = [_recipe_changed(checkpoint.meta, job), differs]
+    return Restored(checkpoint.step, "disk", choice["path"], "; ".join([why, *filter(None, told)]))
+
+
+def _recipe_changed(meta: dict[str, Any], job: Job) -> str:
+    before = meta.get("job", {}).get("precision", {}).get("recipe", job.precision.recipe)
+    return "" if before == job.precision.recipe else f"trained under {before} so far, {job.precision.recipe} from here"
 
 
 def _names(parts: Assembly) -> list[str]:
@@ -126,16 +136,49 @@ def _fall_back_names(parts: Assembly) -> tuple[str, ...]:
     return watching.names if watching is not None and watching.fall_back else ()
 
 
-def _read(checkpoint: Checkpoint, slices: list[Slice], names: list[str]) -> None:
-    """Fill the slices. Moments that were kept in another type (`precision.moments`) are converted, one at a time."""
-    stored = {name: checkpoint.info(name).dtype for name in checkpoint.names() if name.startswith(OPTIMIZER_PREFIX)}
-    own = [dtype_name(s.tensor.dtype) for s in slices]
-    other = [{stored.get(s.name, dtype), dtype} == {"F32", "BF16"} for s, dtype in zip(slices, own, strict=True)]
-    checkpoint.read_into([s for s, differs in zip(slices, other, strict=True) if not differs], expected=names)
-    for s in itertools.compress(slices, other):
-        read = torch.empty_like(s.tensor, dtype=torch_dtype(stored[s.name]))
+def _read(checkpoint: Checkpoint, slices: list[Slice], names: list[str]) -> str:
+    """Fill the slices, and say what differs: a run may go on under another recipe. Moments that were kept in another
+    type (`precision.moments`) are converted, one at a time."""
+    stored = {name: checkpoint.info(name) for name in checkpoint.names()}
+    note, odd = _scaling_differs(stored, slices, names)
+    extra = [name for name in stored if name.startswith(_SCALING) and name not in names]
+    expected = [name for name in names if name in stored or not name.startswith(_SCALING)] + extra
+    own = [s for s in slices if s.name not in odd]
+    other = [_other_type(stored, s) for s in own]
+    checkpoint.read_into([s for s, differs in zip(own, other, strict=True) if not differs], expected=expected)
+    for s in itertools.compress(own, other):
+        read = torch.empty_like(s.tensor, dtype=torch_dtype(stored[s.name].dtype))
         checkpoint.read_into([replace(s, tensor=read)], partial=True)
         s.tensor.copy_(read)
+    for s in (s for s in slices if s.name in odd and s.name in stored):
+        kept = checkpoint.read_tensor(s.name)
+        steps = min(kept.shape[-1], s.tensor.shape[-1])
+        s.tensor.zero_()
+        s.tensor[..., :steps] = kept[..., :steps]  # the newest
+    return note
+
+
+def _other_type(stored: Mapping[str, Any], s: Slice) -> bool:
+    """Whether a moment is kept in another of the two types than this run's."""
+    if not s.name.startswith(OPTIMIZER_PREFIX) or s.name not in stored:
+        return False
+    return {stored[s.name].dtype, dtype_name(s.tensor.dtype)} == {"F32", "BF16"}
+
+
+def _scaling_differs(stored: Mapping[str, Any], slices: list[Slice], names: list[str]) -> tuple[str, set[str]]:
+    """In words what the checkpoint has of scaling and this run doesn't, or the other way round; and the names of those
+    slices here that it lacks (they begin as in a new run) or keeps for another number of steps."""
+    told = []
+    for prefix, what in ((HISTORY_PREFIX, "histories of amaxes"), (FALL_BACK_PREFIX, "layers' fall-backs")):
+        has = any(name.startswith(prefix) for name in stored)
+        wants = any(name.startswith(prefix) for name in names)
+        if has != wants:
+            told.append(f"{what} are " + ("left out: this run has none" if has else "begun: it has none"))
+    scaling = [s for s in slices if s.name.startswith(_SCALING)]
+    lacking = {s.name for s in scaling if s.name not in stored}
+    longer = {s.name for s in scaling if s.name in stored and tuple(stored[s.name].shape) != tuple(s.global_shape)}
+    told += ["histories of another length are cut or filled up"] if longer else []
+    return "; ".join(told), lacking | longer
 
 
 def _choose(job: Job, run_folder: Path, origin: Origin) -> dict[str, str | None]:
