@@ -62,7 +62,7 @@ def float_format(exponent_bits: int, mantissa_bits: int) -> Format:
         raise ValueError(f"e{exponent_bits}m{mantissa_bits}: exponent bits are 1 to 8, mantissa bits 0 to 7")
     bias = 2 ** (exponent_bits - 1) - 1
     largest = math.ldexp(2 - 2.0**-mantissa_bits, min(2**exponent_bits - 1 - bias, 127))
-    bits, name = 1 + exponent_bits + mantissa_bits, f"e{exponent_bits}m{mantissa_bits}"
+    bits, name = 1 + exponent_bits + mantissa_bits, f"emulated-e{exponent_bits}m{mantissa_bits}"
     return Format(name, bits, exponent_bits, mantissa_bits, bias, largest, torch.bfloat16, has_nan=False)
 
 
