@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from train.toy import run_steps, toy_job, toy_parts
 
-from bessemer.core.errors import RequestError, Stopped
+from bessemer.core.errors import BessemerError, NonFinite, RequestError, Stopped
 from bessemer.keep.records import read_records
 from bessemer.lab import outliers_training
 from bessemer.lab.outliers import ARMS, BASE, CHANNELS, PLAIN, SMOOTH, OutlierRun, difference_of, gather, study
@@ -116,6 +116,64 @@ def test_findings_are_paired_by_seed() -> None:
     text = str(found)
     assert text.count("measurably worse") == 4 and "25.0%" in text and "A = 256: 20 steps, 4 seeds" in text
     assert difference_of(found).startswith("<svg") and SMOOTH in difference_of(found)
+
+
+def diverging(*arms: str) -> Callable[..., dict[str, Any]]:
+    """As `made_up`, but the second seed of `arms` ends without a loss."""
+
+    def train(run: OutlierRun, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+        if run.arm in arms and run.job.train.seed == 1:
+            return {"losses": [3.0], "val_loss": None, "seconds": 0.1}
+        return made_up(run, tell)
+
+    return train
+
+
+@pytest.mark.parametrize("arms", [(PLAIN,), ("fp8-delayed", PLAIN, SMOOTH)])
+def test_an_arm_that_diverges_is_told_and_left_at_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arms: tuple[str, ...]
+) -> None:
+    runs, file = study(256.0, 20, 2), tmp_path / "runs.jsonl"
+    monkeypatch.setattr(outliers_training, "train_one", diverging(*arms))
+    said = io.StringIO()
+    records = train_all(runs, file, Progress(runs, said))
+    monkeypatch.setattr(outliers_training, "train_one", lambda *_: pytest.fail("a diverged run was trained again"))
+    assert train_all(runs, file, Progress(runs, said)) == records
+    assert said.getvalue().count("diverged") == 2 * len(arms)
+    found = gather(runs, records, GEMM)
+    assert found.diverged == dict.fromkeys(arms, (1,)) and found.mended == {}
+    assert set(found.losses) == set(ARMS) - set(arms) == {BASE, *found.comparisons}
+    written = found.as_json()["arms"]
+    assert written[PLAIN] == {"losses": {}, "comparisons": {}, "diverged_seeds": [1]}
+    assert written[BASE]["diverged_seeds"] == [] and set(written) == set(ARMS)
+    assert str(found).count("diverged in 1 of 2 seeds") == 2 * len(arms)
+    assert difference_of(found).startswith("<svg")
+
+
+def test_a_study_without_its_base_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = study(256.0, 20, 2)
+    monkeypatch.setattr(outliers_training, "train_one", diverging(BASE))
+    for _ in range(2):
+        with pytest.raises(BessemerError) as error:
+            train_all(runs, tmp_path / "runs.jsonl", Progress(runs, io.StringIO()))
+        assert error.value.code == "lab-reference-diverged"
+    assert len(list(read_records(tmp_path / "runs.jsonl"))) == 5
+
+
+def test_a_run_ends_where_it_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise NonFinite("the loss is nan")
+
+    class Step:
+        run = staticmethod(refused)
+
+    class Parts:
+        module, step = None, Step
+
+    monkeypatch.setattr(outliers_training, "assemble", lambda *_: Parts)
+    monkeypatch.setattr(outliers_training, "Amplified", lambda *_: None)
+    record = train_one(study(256.0, 20, 2)[0], lambda _: None)
+    assert record["val_loss"] is None and record["losses"] == []
 
 
 def test_a_study_goes_on_behind_its_finished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from bessemer.core.job_file import dump_job
 from bessemer.core.problem import Problem
 from bessemer.core.problems import problems
 from bessemer.keep.records import RecordWriter
-from bessemer.lab.parity import analyse, curves
+from bessemer.lab.parity import DIVERGED, analyse, curves
 from bessemer.lab.parity_driver import train_all
 from bessemer.lab.parity_jobs import LabRun, check_folders, lab_jobs, recipe_names, tail_mean
 from bessemer.lab.parity_page import parity_plots, report_html, write_report
@@ -47,10 +47,11 @@ def loss_of(run: LabRun, step: int) -> float:
 
 
 class Writer:
-    """A trainer that goes on behind the records of a run folder; `stop_in` names the run that it stops in half-way."""
+    """A trainer that goes on behind the records of a run folder; `stop_in` names the run that it stops in half-way,
+    with `failure` as the code of its last event, and `diverge_in` those that are no number half-way."""
 
-    def __init__(self, stop_in: str = "", code: int = 0) -> None:
-        self.stop_in, self.code = stop_in, code
+    def __init__(self, stop_in: str = "", code: int = 0, failure: str = "", diverge_in: tuple[str, ...] = ()) -> None:
+        self.stop_in, self.code, self.failure, self.diverge_in = stop_in, code, failure, diverge_in
         self.trained: list[tuple[str, int]] = []
 
     def __call__(self, run: LabRun, job_file: Path, tell: Callable[[dict[str, Any] | None], None]) -> int:
@@ -59,16 +60,21 @@ class Writer:
         (run.folder / "job.toml").write_text(dump_job(run.job))
         done = len(run.records())
         self.trained.append((run.job.run.name, done))
-        last = STEPS // 2 if run.job.run.name == self.stop_in else STEPS
+        diverges = run.job.run.name in self.diverge_in
+        last = STEPS // 2 if diverges or run.job.run.name == self.stop_in else STEPS
         tell(None)
+        with RecordWriter(run.folder / "events.jsonl") as events:
+            events.write({"event": "start"})
         with RecordWriter(run.folder / "metrics.jsonl") as metrics:
             for step in range(done + 1, last + 1):
                 record = {"step": step, "loss": loss_of(run, step), "step_s": 0.5}
                 metrics.write(record | ({"val_loss": loss_of(run, step) + 0.1} if step == STEPS else {}))
                 tell(record)
-        if last < STEPS:
-            return self.code
         with RecordWriter(run.folder / "events.jsonl") as events:
+            if diverges or last < STEPS:
+                code = "non-finite" if diverges else self.failure
+                events.write({"event": "failed", "code": code} if code else {"event": "stopped"})
+                return 1 if diverges else self.code
             events.write({"event": "finished", "step": STEPS})
         return 0
 
@@ -154,9 +160,86 @@ def test_a_finished_run_is_used_again_and_a_stopped_one_goes_on(tmp_path: Path) 
 
 def test_a_run_that_fails_ends_the_series_and_says_how_to_go_on(tmp_path: Path) -> None:
     with pytest.raises(BessemerError) as error:
-        trained(series(tmp_path), tmp_path, Writer(stop_in="mxfp8-seed-5", code=1))
+        trained(series(tmp_path), tmp_path, Writer(stop_in="mxfp8-seed-5", code=1, failure="crash"))
     assert error.value.code == "lab-run-failed" and error.value.exit_code == 1
     assert str(tmp_path / "jobs" / "mxfp8-seed-5.toml") in error.value.fix
+
+
+def test_a_run_that_diverges_is_left_at_that_and_the_others_go_on(tmp_path: Path) -> None:
+    gone = ("mxfp8-seed-5", "mxfp8-seed-7")
+    first = Writer(diverge_in=gone)
+    said = trained(series(tmp_path), tmp_path, first)
+    assert len(first.trained) == 9 and said.count("diverged") == 2 and "run 3/9  mxfp8 seed 5  diverged" in said
+    second, runs = Writer(), series(tmp_path)
+    said = trained(runs, tmp_path, second)
+    assert second.trained == [] and said.count("diverged") == 2 and said.count("is there already") == 7
+    found, lines = analyse("job", {}, runs)
+    assert found.verdict("mxfp8") == DIVERGED and found.verdict("fp8-current") == WITHIN
+    assert "mxfp8" not in found.losses and "mxfp8" not in found.comparisons and "mxfp8" not in lines.losses
+    written = found.as_json()["recipes"]
+    assert list(written) == NAMES and written["fp8-current"]["diverged_seeds"] == []
+    assert written["mxfp8"] == {"losses": {}, "step_s": None, "dropped_settings": [], "diverged_seeds": [5, 7],
+                                "verdict": "diverged", "comparisons": {}}  # fmt: skip
+    assert found.text().count("diverged in 2 of 3 seeds") == 2
+    page = report_html(found, lines)
+    assert page.count("diverged in 2 of 3 seeds") == 2 and "3 recipes x 3 seeds" in page
+
+
+def test_a_page_can_be_made_where_every_recipe_diverged(tmp_path: Path) -> None:
+    runs = series(tmp_path, ["bf16", "mxfp8"], seeds=2)
+    trained(runs, tmp_path, Writer(diverge_in=("mxfp8-seed-5", "mxfp8-seed-6")))
+    found, lines = analyse("job", {}, runs)
+    assert found.noise("val_loss") == pytest.approx(0.0707, abs=0.02)  # of two values 0.1 apart
+    write_report(found, lines, tmp_path)
+    assert "diverged in 2 of 2 seeds" in (tmp_path / "report.html").read_text()
+    for svg in parity_plots(found, lines).values():
+        ElementTree.fromstring(standalone(svg))
+
+
+def test_nothing_is_compared_with_a_reference_that_diverged(tmp_path: Path) -> None:
+    first = Writer(diverge_in=("bf16-seed-6",))
+    for writer, count in ((first, 4), (Writer(), 0)):
+        with pytest.raises(BessemerError) as error:
+            trained(series(tmp_path), tmp_path, writer)
+        assert error.value.code == "lab-reference-diverged" and "bf16 seed 6" in error.value.message
+        assert len(writer.trained) == count
+
+
+@pytest.mark.parametrize(
+    ("events", "diverged"),
+    [([], False), ([{"event": "failed", "code": "crash"}], False), ([{"event": "failed", "code": "non-finite"}], True),
+     ([{"event": "failed", "code": "non-finite-amax"}], True),
+     ([{"event": "failed", "code": "non-finite"}, {"event": "start"}], False)],
+)  # fmt: skip
+def test_only_the_newest_attempt_says_whether_a_run_diverged(
+    tmp_path: Path, events: list[dict[str, Any]], diverged: bool
+) -> None:
+    run = series(tmp_path)[0]
+    run.folder.mkdir(parents=True)
+    with RecordWriter(run.folder / "events.jsonl") as writer:
+        for event in events:
+            writer.write(event)
+    assert run.diverged is diverged and not run.finished
+
+
+def test_a_validation_loss_that_is_no_number_is_a_divergence(tmp_path: Path) -> None:
+    run = series(tmp_path)[0]
+    run.folder.mkdir(parents=True)
+    with RecordWriter(run.folder / "events.jsonl") as events, RecordWriter(run.folder / "metrics.jsonl") as metrics:
+        metrics.write({"step": STEPS, "loss": 9.0, "val_loss": float("nan")})
+        events.write({"event": "finished"})
+    assert run.diverged and not run.finished
+
+
+def test_a_divergence_before_the_first_step_is_of_its_job_only(tmp_path: Path) -> None:
+    run = series(tmp_path)[0]
+    run.folder.mkdir(parents=True)
+    (run.folder / "job.toml").write_text(dump_job(run.job))
+    with RecordWriter(run.folder / "events.jsonl") as events:
+        events.write({"event": "failed", "code": "non-finite"})
+    check_folders(series(tmp_path))
+    with pytest.raises(RunFolderError):
+        check_folders(series(tmp_path, job=a_job(train={"steps": STEPS, "lr": 0.1, "seed": 5})))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from bessemer.lab.statistics import (
     chi_square_cdf,
     compare,
     deviation_interval,
+    least_flip_p,
     quantile,
     sign_flip_p,
     student_cdf,
@@ -61,7 +62,18 @@ def test_flipped_signs_are_counted() -> None:
     assert sign_flip_p([1.0, 2.0, 3.0]) == 0.25  # +++ and --- of eight
     assert sign_flip_p([1.0, 2.0, -3.0]) == 1.0  # the sum is zero: all are as large
     assert sign_flip_p([1.0, -2.0, 3.0]) == 0.75  # only the two of |sum| 0 are smaller
-    assert sign_flip_p([0.1] * 10) == 2 / 1024
+    assert sign_flip_p([0.1] * 10) == 2 / 1024 == least_flip_p(10)
+    assert sign_flip_p([0.1] * 16) == 2 / 65536 == least_flip_p(16)
+
+
+def test_signs_of_many_seeds_are_drawn() -> None:
+    """Twenty equal differences but two of the other sign: |sum| >= 16 in 2 (1 + 20 + 190) of 2^20 ways."""
+    ones = [1.0] * 18 + [-1.0] * 2
+    exact = 2 * (1 + 20 + 190) / 2**20
+    found = sign_flip_p(ones)
+    assert found == pytest.approx(exact, abs=4 * (exact / 65536) ** 0.5) and found == sign_flip_p(ones)
+    assert sign_flip_p([1.0, -1.0] * 10) == 1.0
+    assert sign_flip_p([0.1] * 40) == least_flip_p(40) == 1 / 65537
 
 
 def test_a_worked_example() -> None:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from bessemer.core.errors import RequestError
 from bessemer.core.job import Job
-from bessemer.lab.parity import curves
+from bessemer.lab.parity import DIVERGED, curves
 from bessemer.lab.plots import difference_plot, standalone
-from bessemer.lab.statistics import LEVEL, Comparison, compare
+from bessemer.lab.statistics import LEVEL, Comparison, compare, deviation
 from bessemer.plan.text import table
 
 __all__ = ["ARMS", "BASE", "CHANNELS", "PLAIN", "SMOOTH", "Outliers", "OutlierRun", "difference_of", "gather", "study"]
@@ -105,7 +105,8 @@ def study(amplification: float, steps: int, seeds: int) -> list[OutlierRun]:
 @dataclass(frozen=True, kw_only=True)
 class Outliers:
     """`gemm[A]` as `precision.outliers.down_errors` gives it. `losses[arm][quantity]`: a value a seed; `curves[arm]`:
-    training losses [seeds, steps]. `mended`: Smooth-SwiGLU against the plain recipe, of the same seeds."""
+    training losses [seeds, steps]. `mended`: Smooth-SwiGLU against the plain recipe, of the same seeds; empty where
+    one of them diverged. `diverged`: the seeds without a loss of each arm that has such; it stands nowhere else."""
 
     amplification: float
     steps: int
@@ -114,6 +115,7 @@ class Outliers:
     curves: dict[str, NDArray[np.float64]]
     comparisons: dict[str, dict[str, Comparison]]
     mended: dict[str, Comparison]
+    diverged: dict[str, tuple[int, ...]]
 
     def as_json(self) -> dict[str, Any]:
         """Losses in nats a byte, errors relative."""
@@ -126,26 +128,41 @@ class Outliers:
             "amplification": self.amplification,
             "steps": self.steps,
             "level": LEVEL,
-            "arms": {arm: {"losses": by, "comparisons": compared.get(arm, {})} for arm, by in self.losses.items()},
+            "arms": {
+                arm: {
+                    "losses": self.losses.get(arm, {}),
+                    "comparisons": compared.get(arm, {}),
+                    "diverged_seeds": list(self.diverged.get(arm, ())),
+                }
+                for arm in self._arms
+            },
             "smooth_against_plain": {key: c.as_json() for key, c in self.mended.items()},
         }
 
     def __str__(self) -> str:
         return "\n".join([*_gemm_text(self.gemm), "", *self._training_text()])
 
+    @property
+    def _arms(self) -> tuple[str, ...]:
+        return (*self.losses, *self.diverged)
+
     def _training_text(self) -> list[str]:
         seeds = len(self.losses[BASE]["val_loss"])
         lines = [f"training at A = {self.amplification:g}: {self.steps} steps, {seeds} seeds, paired by seed"]
         for key, words in QUANTITIES.items():
-            noise = self.comparisons[PLAIN][key].noise
+            noise = deviation(self.losses[BASE][key])
             lines += ["", f"{words}, nats a byte (seed noise {noise:.4f})"]
             heads = ("arm", "mean", f"- {BASE}", f"{1 - 2 * LEVEL:.0%} interval", "p", "finding")
-            lines += table(heads, [self._row(arm, key) for arm in self.losses])
-            c = self.mended[key]
-            lines.append(f"  {SMOOTH} - {PLAIN}: {c.mean:+.4f} ({c.low:+.4f} to {c.high:+.4f}), p {c.p_value:.4f}")
+            lines += table(heads, [self._row(arm, key) for arm in self._arms])
+            if key in self.mended:
+                c = self.mended[key]
+                lines.append(f"  {SMOOTH} - {PLAIN}: {c.mean:+.4f} ({c.low:+.4f} to {c.high:+.4f}), p {c.p_value:.4f}")
         return lines
 
     def _row(self, arm: str, key: str) -> tuple[str, ...]:
+        if arm in self.diverged:
+            seeds = len(self.losses[BASE][key])
+            return arm, "", "", "", "", f"{DIVERGED} in {len(self.diverged[arm])} of {seeds} seeds"
         mean = f"{float(np.mean(self.losses[arm][key])):.4f}"
         if arm == BASE:
             return arm, mean, "", "", "", ""
@@ -182,9 +199,12 @@ def difference_of(found: Outliers) -> str:
 def gather(
     runs: Sequence[OutlierRun], records: Sequence[Mapping[str, Any]], gemm: Mapping[float, Mapping[str, float]]
 ) -> Outliers:
-    """From the record of each run: `losses`, a value a step, and `val_loss`."""
+    """From the record of each run: `losses`, a value a step, and `val_loss`, which is None where it diverged."""
     arms = list(dict.fromkeys(run.arm for run in runs))
-    by_arm = {arm: [r for run, r in zip(runs, records, strict=True) if run.arm == arm] for arm in arms}
+    pairs = list(zip(runs, records, strict=True))
+    gone = {arm: tuple(u.job.train.seed for u, r in pairs if u.arm == arm and r["val_loss"] is None) for arm in arms}
+    diverged = {arm: seeds for arm, seeds in gone.items() if seeds}
+    by_arm = {arm: [r for run, r in pairs if run.arm == arm] for arm in arms if arm not in diverged}
     curves = {arm: np.array([r["losses"] for r in found], dtype=np.float64) for arm, found in by_arm.items()}
     half = runs[0].steps // 2
     losses = {
@@ -202,8 +222,11 @@ def gather(
         curves=curves,
         comparisons={
             arm: {key: compare(losses[arm][key], losses[BASE][key]) for key in QUANTITIES}
-            for arm in arms
+            for arm in by_arm
             if arm != BASE
         },
-        mended={key: compare(losses[SMOOTH][key], losses[PLAIN][key]) for key in QUANTITIES},
+        mended={}
+        if diverged.keys() & {SMOOTH, PLAIN}
+        else {key: compare(losses[SMOOTH][key], losses[PLAIN][key]) for key in QUANTITIES},
+        diverged=diverged,
     )

@@ -5,6 +5,7 @@ Legend: D model, F feed-forward width.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bessemer.core.errors import Stopped
+from bessemer.core.errors import BessemerError, NonFinite, Stopped
 from bessemer.core.resolve import resolve_model
 from bessemer.data import open_dataset, prepare
 from bessemer.keep.hub import signals_raise
 from bessemer.keep.records import RecordWriter, read_records
-from bessemer.lab.outliers import CHANNELS, OutlierRun
+from bessemer.lab.outliers import BASE, CHANNELS, OutlierRun
 from bessemer.lab.progress import Progress
 from bessemer.models.decoder import Decoder
 from bessemer.models.parts import FeedForward
@@ -65,7 +66,8 @@ class Amplified:
 
 
 def train_one(run: OutlierRun, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-    """The record of a run: `losses` of its steps, `val_loss` after the last, `seconds` that the steps took."""
+    """The record of a run: `losses` of its steps, `val_loss` after the last, `seconds` that the steps took.
+    Where it diverged: the losses up to there, and None."""
     job, start = run.job, time.perf_counter()
     spec = resolve_model(job.model)
     mesh = build_mesh(job, 0, torch.device("cpu"), spec)
@@ -74,21 +76,27 @@ def train_one(run: OutlierRun, tell: Callable[[Mapping[str, Any]], None]) -> dic
     parts = assemble(job, spec, mesh)
     loud = Amplified(cast(Decoder, parts.module), run.amplification)
     losses: list[float] = []
-    for step in range(run.steps):
-        lists = rank_micro_batches(job, step, 0, 0)
-        batches = (to_tensors(data.batch(ids), mesh.device) for ids in lists)
-        result = parts.step.run(step, batches, len(lists))
-        loud.restore()
-        losses.append(result.loss)
-        tell({"step": result.step, "loss": result.loss})
-    model = WholeModel(parts.module, mesh)
-    found = evaluate(model, held_back, sequences=job.train.eval_sequences, micro_batch=16)
-    return {"losses": losses, "val_loss": found.loss, "seconds": time.perf_counter() - start}
+    val_loss: float | None = None
+    try:
+        for step in range(run.steps):
+            lists = rank_micro_batches(job, step, 0, 0)
+            batches = (to_tensors(data.batch(ids), mesh.device) for ids in lists)
+            result = parts.step.run(step, batches, len(lists))
+            loud.restore()
+            losses.append(result.loss)
+            tell({"step": result.step, "loss": result.loss})
+        model = WholeModel(parts.module, mesh)
+        found = evaluate(model, held_back, sequences=job.train.eval_sequences, micro_batch=16).loss
+        val_loss = found if math.isfinite(found) else None
+    except NonFinite:
+        pass
+    return {"losses": losses, "val_loss": val_loss, "seconds": time.perf_counter() - start}
 
 
 def train_all(runs: Sequence[OutlierRun], file: Path, progress: Progress) -> list[dict[str, Any]]:
     """The record of each run, in order. What stands in `file` already is not trained again; each new record is added
-    to it. Stopped on SIGINT or SIGTERM: the run that was at work is begun again by the next call."""
+    to it. Stopped on SIGINT or SIGTERM: the run that was at work is begun again by the next call.
+    BessemerError `lab-reference-diverged` where a run of bf16 diverged."""
     file.parent.mkdir(parents=True, exist_ok=True)
     there = list(read_records(file))
     found: list[dict[str, Any]] = []
@@ -99,9 +107,13 @@ def train_all(runs: Sequence[OutlierRun], file: Path, progress: Progress) -> lis
                 progress.begin(number, run)
                 record = {"key": run.key, "arm": run.arm, "seed": run.job.train.seed, **train_one(run, progress.tell)}
                 writer.write(record)
-                progress.end(run, record["seconds"])
-            else:
+                if record["val_loss"] is not None:
+                    progress.end(run, record["seconds"])
+            elif record["val_loss"] is not None:
                 progress.reused(number, run, record["seconds"])
+            if record["val_loss"] is None:
+                _refuse_diverged_base(run)
+                progress.diverged(number, run)
             found.append(record)
     if wishes.names:
         raise Stopped(
@@ -109,3 +121,12 @@ def train_all(runs: Sequence[OutlierRun], file: Path, progress: Progress) -> lis
             fix="the same command goes on from there",
         )
     return found
+
+
+def _refuse_diverged_base(run: OutlierRun) -> None:
+    if run.arm == BASE:
+        raise BessemerError(
+            f"{run.title} diverged, so there is nothing to compare the other arms with",
+            code="lab-reference-diverged",
+            fix=f"a smaller --amplification than {run.amplification:g}",
+        )

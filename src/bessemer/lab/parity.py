@@ -10,14 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bessemer.lab.parity_jobs import REFERENCE, LabRun, tail_mean
-from bessemer.lab.statistics import LEVEL, Comparison, compare
+from bessemer.lab.statistics import LEVEL, Comparison, compare, deviation
 from bessemer.plan.text import table
 
-__all__ = ["QUANTITIES", "Curves", "Parity", "analyse", "curves"]
+__all__ = ["DIVERGED", "QUANTITIES", "Curves", "Parity", "analyse", "curves"]
 
 QUANTITIES = {"val_loss": "validation loss", "train_loss": "training loss, last 10 %"}
 """What is compared: the loss on held-back text after the last step, which decides, and the mean of the last tenth of
 the training losses beside it. Nats a token."""
+
+DIVERGED = "diverged"
+"""The verdict on a recipe of which a seed has no loss: those that survived are no fair sample of it."""
 
 SMOOTH = 50
 """A curve's points are means over 1/SMOOTH of the run: a step's loss varies with its batch."""
@@ -35,7 +38,8 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """`losses[recipe][quantity]`: a value a seed. `comparisons` are those of all but the reference."""
+    """`losses[recipe][quantity]`: a value a seed. `comparisons` are those of all but the reference. `diverged`: the
+    seeds without a loss of each recipe that has such; it stands neither in `losses` nor in `comparisons`."""
 
     name: str
     summary: dict[str, str]
@@ -44,9 +48,17 @@ class Parity:
     comparisons: dict[str, dict[str, Comparison]]
     dropped: dict[str, tuple[str, ...]]
     step_s: dict[str, float]
+    diverged: dict[str, tuple[int, ...]]
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """All, as they were asked for."""
+        return tuple(self.dropped)
 
     def verdict(self, recipe: str) -> str:
-        """By the validation loss."""
+        """By the validation loss, unless it diverged."""
+        if recipe in self.diverged:
+            return DIVERGED
         return self.comparisons[recipe]["val_loss"].verdict
 
     def as_json(self) -> dict[str, Any]:
@@ -58,17 +70,18 @@ class Parity:
             "level": LEVEL,
             "recipes": {
                 name: {
-                    "losses": losses,
-                    "step_s": self.step_s[name],
+                    "losses": self.losses.get(name, {}),
+                    "step_s": self.step_s.get(name),
                     "dropped_settings": list(self.dropped[name]),
+                    "diverged_seeds": list(self.diverged.get(name, ())),
                     **({} if name == REFERENCE else self._compared(name)),
                 }
-                for name, losses in self.losses.items()
+                for name in self.recipes
             },
         }
 
     def _compared(self, name: str) -> dict[str, Any]:
-        found = {key: c.as_json() for key, c in self.comparisons[name].items()}
+        found = {key: c.as_json() for key, c in self.comparisons.get(name, {}).items()}
         return {"verdict": self.verdict(name), "comparisons": found}
 
     def text(self) -> str:
@@ -77,7 +90,7 @@ class Parity:
         for key, words in QUANTITIES.items():
             noise = self.noise(key)
             lines += ["", f"{words} (seed noise {noise:.4f}: {_SIGMA} of {REFERENCE})"]
-            rows = [self._row(name, key) for name in self.losses]
+            rows = [self._row(name, key) for name in self.recipes]
             lines += table(
                 ("recipe", "mean", f"- {REFERENCE}", f"{1 - 2 * LEVEL:.0%} interval", "/ noise", "p", "verdict"), rows
             )
@@ -85,9 +98,15 @@ class Parity:
         return "\n".join([*lines, *notes])
 
     def noise(self, quantity: str) -> float:
-        return next(iter(self.comparisons.values()))[quantity].noise
+        return deviation(self.losses[REFERENCE][quantity])
+
+    def divergence(self, recipe: str) -> str:
+        """In words, of one that diverged."""
+        return f"{DIVERGED} in {len(self.diverged[recipe])} of {len(self.seeds)} seeds"
 
     def _row(self, name: str, quantity: str) -> tuple[str, ...]:
+        if name in self.diverged:
+            return name, "", "", "", "", "", self.divergence(name)
         mean = f"{float(np.mean(self.losses[name][quantity])):.4f}"
         if name == REFERENCE:
             return name, mean, "", "", "", "", ""
@@ -97,10 +116,12 @@ class Parity:
 
 
 def analyse(name: str, summary: Mapping[str, str], runs: Sequence[LabRun]) -> tuple[Parity, Curves]:
-    """From finished runs of all recipes with the same seeds."""
+    """From runs of all recipes with the same seeds, each finished or diverged, the reference's finished."""
     recipes = list(dict.fromkeys(run.recipe for run in runs))
     by_recipe = {r: sorted((run for run in runs if run.recipe == r), key=lambda run: run.seed) for r in recipes}
-    records = {r: [run.records() for run in group] for r, group in by_recipe.items()}
+    seeds = {r: tuple(run.seed for run in group if run.diverged) for r, group in by_recipe.items()}
+    diverged = {r: gone for r, gone in seeds.items() if gone}
+    records = {r: [run.records() for run in group] for r, group in by_recipe.items() if r not in diverged}
     losses = {
         r: {
             "val_loss": tuple(float(run[-1]["val_loss"]) for run in group),
@@ -110,7 +131,7 @@ def analyse(name: str, summary: Mapping[str, str], runs: Sequence[LabRun]) -> tu
     }
     comparisons = {
         r: {key: compare(losses[r][key], losses[REFERENCE][key]) for key in QUANTITIES}
-        for r in recipes
+        for r in records
         if r != REFERENCE
     }
     found = Parity(
@@ -121,6 +142,7 @@ def analyse(name: str, summary: Mapping[str, str], runs: Sequence[LabRun]) -> tu
         comparisons=comparisons,
         dropped={r: group[0].dropped for r, group in by_recipe.items()},
         step_s={r: float(np.median([s["step_s"] for run in group for s in run])) for r, group in records.items()},
+        diverged=diverged,
     )
     return found, curves({r: np.array([[s["loss"] for s in run] for run in group]) for r, group in records.items()})
 

@@ -16,7 +16,7 @@ from bessemer.core.job_file import dump_job
 from bessemer.keep.hub import Wishes
 from bessemer.keep.process import Child
 from bessemer.keep.records import read_records, write_atomically
-from bessemer.lab.parity_jobs import LabRun
+from bessemer.lab.parity_jobs import REFERENCE, LabRun
 from bessemer.lab.progress import Progress
 
 __all__ = ["Trainer", "train_all", "train_child"]
@@ -29,12 +29,20 @@ LOOK_EVERY_S = 2.0
 
 def train_all(runs: Sequence[LabRun], jobs_folder: Path, progress: Progress, trainer: Trainer) -> None:
     """Trains what isn't finished. BessemerError `lab-run-failed` where a run fails, Stopped where it was stopped on
-    request; in both cases the same call goes on from there. The job file of each run stays in `jobs_folder`."""
+    request; in both cases the same call goes on from there. The job file of each run stays in `jobs_folder`.
+
+    A run that diverges is left at that, here and in later calls; `lab-reference-diverged` where it is the reference's.
+    """
     jobs_folder.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        _refuse_diverged_reference(run)
     for number, run in enumerate(runs, 1):
         name = run.job.run.name
         if run.finished:
             progress.reused(number, run, run.seconds())
+            continue
+        if run.diverged:
+            progress.diverged(number, run)
             continue
         job_file = jobs_folder / f"{name}.toml"
         write_atomically(job_file, dump_job(run.job))
@@ -45,6 +53,10 @@ def train_all(runs: Sequence[LabRun], jobs_folder: Path, progress: Progress, tra
                 f"stopped on request in run {number} of {len(runs)}, {name}; what it did is saved",
                 fix="the same command goes on from there",
             )
+        if run.diverged:
+            _refuse_diverged_reference(run)
+            progress.diverged(number, run)
+            continue
         if code != 0 or not run.finished:
             raise BessemerError(
                 f"run {number} of {len(runs)}, {name}, ended with exit code {code}",
@@ -52,6 +64,15 @@ def train_all(runs: Sequence[LabRun], jobs_folder: Path, progress: Progress, tra
                 fix=f"bessemer train {job_file}   shows why and goes on; the same lab command then goes on behind it",
             )
         progress.end(run, run.seconds())
+
+
+def _refuse_diverged_reference(run: LabRun) -> None:
+    if run.recipe == REFERENCE and run.diverged:
+        raise BessemerError(
+            f"{run.title} diverged, so there is nothing to compare the other recipes with ({run.folder})",
+            code="lab-reference-diverged",
+            fix=f"a job that {REFERENCE} can train, such as with a smaller train.lr, and --runs with another folder",
+        )
 
 
 def train_child(run: LabRun, job_file: Path, tell: Callable[[dict[str, Any] | None], None]) -> int:
@@ -69,7 +90,8 @@ def train_child(run: LabRun, job_file: Path, tell: Callable[[dict[str, Any] | No
             tell(_newest(run))
     if code not in (0, Stopped.exit_code):
         print("", *child.tail(), sep="\n", file=sys.stderr)
-    return Stopped.exit_code if wishes.names and code == 0 else code  # it just finished: no next one is begun
+    ended = code == 0 or run.diverged  # before it took notice of the wish: no next one is begun
+    return Stopped.exit_code if wishes.names and ended else code
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bessemer.core.errors import ConfigError, RequestError, RunFolderError
+from bessemer.core.errors import ConfigError, NonFinite, RequestError, RunFolderError
 from bessemer.core.job import Job, PrecisionSection
 from bessemer.core.job_file import load_job
 from bessemer.core.problem import Problem
@@ -20,6 +20,9 @@ __all__ = ["REFERENCE", "LabRun", "check_folders", "lab_jobs", "recipe_names", "
 
 REFERENCE = "bf16"
 """The recipe that the others are compared with."""
+
+ENDS = ("start", "finished", "stopped", "failed")
+"""Events that begin or end an attempt."""
 
 TAIL = 0.1
 """Share of the steps, the last ones, over which the training loss is averaged."""
@@ -71,7 +74,17 @@ class LabRun:
         if not any(event["event"] == "finished" for event in read_records(self.folder / "events.jsonl")):
             return False
         records = self.records()
-        return bool(records) and records[-1]["step"] == self.job.train.steps and "val_loss" in records[-1]
+        return bool(records) and records[-1]["step"] == self.job.train.steps and records[-1].get("val_loss") is not None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its newest attempt ended because a loss, gradient or amax was no number, or finished with no number
+        as its validation loss, which is null in the records: another attempt would too."""
+        events = [e for e in read_records(self.folder / "events.jsonl") if e["event"] in ENDS]
+        if not events or events[-1]["event"] != "finished":
+            return bool(events) and str(events[-1].get("code", "")).startswith(NonFinite.code)
+        records = self.records()
+        return bool(records) and records[-1].get("val_loss", 0.0) is None
 
 
 def recipe_names(text: str) -> list[str]:
@@ -150,11 +163,11 @@ def _with(job: Job, section: str, **fields: Any) -> Job:
 
 
 def check_folders(runs: Sequence[LabRun]) -> None:
-    """RunFolderError `lab-other-runs` where a run folder holds steps of a job that gives other numbers: of another
-    identity, or under another layout, micro-batch or evaluation."""
+    """RunFolderError `lab-other-runs` where a run folder holds steps, or the divergence, of a job that gives other
+    numbers: of another identity, or under another layout, micro-batch or evaluation."""
     for run in runs:
         file = run.folder / "job.toml"
-        if not file.is_file() or not run.records():
+        if not file.is_file() or not (run.records() or run.diverged):
             continue
         then, now = _numbers(load_job(file)), _numbers(run.job)
         differ = [f"{key}: {then[key]} -> {now[key]}" for key in now if then[key] != now[key]]

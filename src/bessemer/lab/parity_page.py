@@ -10,7 +10,7 @@ from bessemer.keep.records import write_atomically
 from bessemer.lab.parity import QUANTITIES, Curves, Parity
 from bessemer.lab.parity_jobs import REFERENCE
 from bessemer.lab.plots import PLOT_STYLE, Line, Points, difference_plot, line_plot, points_plot, standalone
-from bessemer.lab.statistics import LEVEL
+from bessemer.lab.statistics import LEVEL, deviation_interval, least_flip_p
 from bessemer.plan.charts import escape
 from bessemer.plan.page import PAGE, SCRIPT, STYLE
 
@@ -61,7 +61,7 @@ def report_html(found: Parity, curves: Curves) -> str:
     ]
     links = "".join(f'<a href="#s-{key}">{name}</a>' for key, name, _ in sections)
     head = (
-        f"<header><div><h1>{escape(title)}</h1><p>{len(found.losses)} recipes x {len(found.seeds)} seeds; "
+        f"<header><div><h1>{escape(title)}</h1><p>{len(found.recipes)} recipes x {len(found.seeds)} seeds; "
         f'differences are taken between runs of the same seed.</p><nav aria-label="sections">{links}</nav></div>'
         '<button id="theme" type="button">Light / dark</button></header>'
     )
@@ -77,8 +77,13 @@ def _verdicts(found: Parity) -> str:
         f'<th scope="col"{" class=w" if h in words else ""}><button type="button">{h}</button></th>' for h in heads
     )
     rows = []
-    for name, losses in found.losses.items():
+    for name in found.recipes:
         for key, quantity in QUANTITIES.items():
+            if name in found.diverged:
+                cells = [f'<td class="w">{escape(name)}</td><td class="w">{quantity}</td>{"<td></td>" * 8}']
+                rows.append(f'<tr>{"".join(cells)}<td class="w">{found.divergence(name)}</td></tr>')
+                continue
+            losses = found.losses[name]
             mean, step = sum(losses[key]) / len(losses[key]), found.step_s[name]
             cells = [f'<td class="w">{escape(name)}</td><td class="w">{quantity}</td>{_cell(mean, "")}']
             if name == REFERENCE:
@@ -100,15 +105,16 @@ def _cell(value: float, sign: str) -> str:
 
 def _reading(found: Parity) -> str:
     key = "val_loss"
-    low, high = next(iter(found.comparisons.values()))[key].noise_interval
     count = len(found.seeds)
+    low, high = deviation_interval(found.noise(key), count)
     return (
         f'<p class="note">Losses in nats a token; step: median seconds of a step. Seed noise is the standard deviation '
         f"of {REFERENCE} between seeds: {found.noise(key):.4f} for the {QUANTITIES[key]}, from {count} seeds, so the "
         f"true one lies between {low:.4f} and {high:.4f}. from, to: the {1 - 2 * LEVEL:.0%} interval of the mean "
         "difference. Within seed noise: the interval lies inside of plus and minus the noise. Worse, better: it lies "
-        "wholly above or below that. Too few seeds to tell: it crosses an end. "
-        f"p: that nothing differs, by Student's paired test; exact p: by flipping signs, {2 / 2**count:.3g} at "
+        "wholly above or below that. Too few seeds to tell: it crosses an end. Diverged: a loss, gradient or amax of a "
+        "seed was no number; nothing is computed from the others. "
+        f"p: that nothing differs, by Student's paired test; exact p: by flipping signs, {least_flip_p(count):.3g} at "
         "least.</p>"
     )
 

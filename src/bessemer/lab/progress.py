@@ -78,6 +78,10 @@ class Progress:
         self._took_s[run.kind] = took_s
         self._line(f"{self._head(self._number, run)}  done, {format_seconds(took_s)} of steps")
 
+    def diverged(self, number: int, run: Run) -> None:
+        """A run that has no loss, now or from before: it isn't trained again."""
+        self._line(f"{self._head(number, run)}  diverged: it has no loss, and isn't trained again")
+
     def _head(self, number: int, run: Run) -> str:
         return f"run {number}/{len(self._runs)}  {run.title}"
 

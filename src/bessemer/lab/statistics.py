@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "BETTER", "LEVEL", "UNTOLD", "WITHIN", "WORSE", "Comparison", "chi_square_cdf", "compare", "deviation_interval",
-    "quantile", "sign_flip_p", "student_cdf", "student_quantile",
+    "BETTER", "LEVEL", "UNTOLD", "WITHIN", "WORSE", "Comparison", "chi_square_cdf", "compare", "deviation",
+    "deviation_interval", "least_flip_p", "quantile", "sign_flip_p", "student_cdf", "student_quantile",
 ]  # fmt: skip
 
 LEVEL = 0.05
 """Chance, at a difference of exactly the margin, to call it within the margin (or, likewise, beyond it)."""
+
+EXACT_SEEDS, FLIP_DRAWS = 16, 65536
+"""Up to so many seeds every way to flip their signs is tried; above, so many random ones."""
 
 WITHIN, WORSE, BETTER = "within seed noise", "worse than seed noise", "better than seed noise"
 UNTOLD = "too few seeds to tell"
@@ -33,7 +37,7 @@ class Comparison:
     `differences`: recipe - reference of each seed. `low`, `high`: the interval of their mean, of confidence
     1 - 2 LEVEL. `noise`: standard deviation of the reference between seeds, itself known only to lie in
     `noise_interval` (confidence 1 - 2 LEVEL). `p_value`: of Student's paired test that the mean is not zero, both
-    sides; `exact_p`: the same by flipping signs, never below 2^(1 - seeds).
+    sides; `exact_p`: the same by flipping signs, never below `least_flip_p(seeds)`.
     """
 
     differences: tuple[float, ...]
@@ -62,9 +66,9 @@ def compare(recipe: Sequence[float], reference: Sequence[float]) -> Comparison:
     """`recipe[i]` and `reference[i]` come from the same seed; two seeds at least."""
     differences = tuple(a - b for a, b in zip(recipe, reference, strict=True))
     count = len(differences)
-    mean, error = math.fsum(differences) / count, _deviation(differences) / math.sqrt(count)
+    mean, error = math.fsum(differences) / count, deviation(differences) / math.sqrt(count)
     half = student_quantile(1 - LEVEL, count - 1) * error
-    noise = _deviation(reference)
+    noise = deviation(reference)
     if error == 0:
         p_value = 1.0 if mean == 0 else 0.0
     else:
@@ -81,25 +85,41 @@ def compare(recipe: Sequence[float], reference: Sequence[float]) -> Comparison:
     )
 
 
-def _deviation(values: Sequence[float]) -> float:
+def deviation(values: Sequence[float]) -> float:
     """Standard deviation of a sample: n - 1 in the denominator."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
-def deviation_interval(deviation: float, count: int) -> tuple[float, float]:
-    """Interval of confidence 1 - 2 LEVEL of a standard deviation that was estimated from `count` normal values."""
+def deviation_interval(found: float, count: int) -> tuple[float, float]:
+    """Interval of confidence 1 - 2 LEVEL of a standard deviation, of which `found` is the estimate from `count` normal
+    values."""
     freedom = count - 1
     low, high = (quantile(lambda x: chi_square_cdf(x, freedom), p, 0.0) for p in (1 - LEVEL, LEVEL))
-    return deviation * math.sqrt(freedom / low), deviation * math.sqrt(freedom / high)
+    return found * math.sqrt(freedom / low), found * math.sqrt(freedom / high)
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
     """Two-sided p-value of the mean under all 2^n ways to flip the signs: exact if differences are symmetric about
-    zero when nothing differs. Needs no normal distribution."""
+    zero when nothing differs. Needs no normal distribution.
+
+    Above `EXACT_SEEDS` differences `FLIP_DRAWS` ways are drawn, always the same, and what was measured counts as one
+    more, so that the test keeps its level (B. Phipson and G. K. Smyth, arXiv 1603.05766)."""
     least = abs(math.fsum(differences)) * (1 - 1e-12)  # sums in another order may differ in the last bit
-    sums = [abs(math.fsum(f)) for f in itertools.product(*((d, -d) for d in differences))]
-    return sum(s >= least for s in sums) / len(sums)
+    count = len(differences)
+    if count <= EXACT_SEEDS:
+        flips = itertools.product(*((d, -d) for d in differences))
+        return sum(abs(math.fsum(f)) >= least for f in flips) / (1 << count)
+    generator, beyond = random.Random(0), 1
+    for _ in range(FLIP_DRAWS):
+        bits = generator.getrandbits(count)
+        beyond += abs(math.fsum(d if bits >> i & 1 else -d for i, d in enumerate(differences))) >= least
+    return beyond / (FLIP_DRAWS + 1)
+
+
+def least_flip_p(count: int) -> float:
+    """The smallest value that `sign_flip_p` can take for `count` differences."""
+    return 2 / (1 << count) if count <= EXACT_SEEDS else 1 / (FLIP_DRAWS + 1)
 
 
 def student_cdf(t: float, freedom: int) -> float:
