@@ -222,10 +222,9 @@ class Job(Frozen):
     def identity(self) -> str:
         """16 hex digits over what decides the run's numbers: model, data, training, precision.
 
-        Layout, machine, run folder and checkpoint policy are left out, since the same run may go on under others, and with
-        the layout what only some have (gather, dispatch);
-        so are the grouping into micro-batches, the reading threads and the compiler, and where and how often it is
-        evaluated.
+        Layout, machine, run folder and checkpoint policy are left out, since the same run may go on under others; so are
+        what only some layouts have (gather, dispatch), the grouping into micro-batches, the reading threads and the
+        compiler, and where and how often it is evaluated.
         """
         return _digest(self.identity_fields())
 
