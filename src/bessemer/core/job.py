@@ -222,7 +222,7 @@ class Job(Frozen):
     def identity(self) -> str:
         """16 hex digits over what decides the run's numbers: model, data, training, precision.
 
-        Layout, machine, run folder and checkpoint policy are left out, since the same run may go on under others; so are
+        Layout, machine, run folder and checkpoint policy are left out, as the same run may go on under others; so are
         what only some layouts have (gather, dispatch), the grouping into micro-batches, the reading threads and the
         compiler, and where and how often it is evaluated.
         """
