@@ -15,6 +15,12 @@ from bessemer.core.problem import Problem
 BROKEN = Path(__file__).parents[2] / "examples" / "broken"
 DEEPSEEK = ("model.preset=deepseek-v2-lite", "data.tokenizer=bytes", "machine.name=h100", "train.global_batch=512")
 QWEN_MOE = ("model.preset=qwen3-30b-a3b", "data.tokenizer=bytes", "machine.name=h100", "train.global_batch=512")
+NARROW_BUT_FIRST = (
+    "model.preset=deepseek-v2-lite", "data.tokenizer=bytes", "model.hidden_size=256", "model.intermediate_size=512",
+    "model.moe_intermediate_size=16", "model.num_attention_heads=2", "model.num_key_value_heads=2",
+    "model.kv_lora_rank=32", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16",
+)  # fmt: skip
+"""Only the first block's feed-forward is wide enough for blocks of 128."""
 UNSURE = {"not-runnable", "memory"}
 """Codes that come along with nearly every layout that isn't trained yet."""
 
@@ -100,6 +106,44 @@ def _found(job: str, sets: tuple[str, ...]) -> dict[tuple[str, str], Problem]:
             "precision.high_first",
             "none of the 6 blocks",
         ),
+        (
+            (
+                "model.hidden_size=64",
+                "model.intermediate_size=128",
+                "precision.recipe=fp8-block128",
+                "precision.smooth=true",
+                "precision.saved=fp8",
+                "precision.watch_every=1",
+                "precision.fall_back=true",
+            ),
+            "ignored-setting",
+            "precision.recipe",
+            "attn.qkv: inputs 64 -> 128",
+        ),
+        (
+            (*NARROW_BUT_FIRST, "precision.recipe=fp8-block128", "precision.high_first=1"),
+            "ignored-setting",
+            "precision.recipe",
+            "quantises no layer",
+        ),
+        (
+            ("model.intermediate_size=64", "precision.recipe=fp8-block128", "precision.smooth=true"),
+            "ignored-setting",
+            "precision.smooth",
+            "mlp.down: inputs 64 -> 128",
+        ),
+        (
+            ("precision.recipe=fp8-current", "precision.watch_every=101"),
+            "watch-every",
+            "precision.watch_every",
+            "100 steps",
+        ),
+        (
+            ("precision.recipe=fp8-current", "precision.watch_every=51", "precision.fall_back=true"),
+            "watch-every",
+            "precision.fall_back",
+            "one sample in 100 steps",
+        ),
         (("model.num_hidden_layers=1000000000000",), "model-value", "model.num_hidden_layers", "at most 100000"),
         (("machine.gpus=3", "layout.dp=2"), "gpus", "machine.gpus", "needs 2"),
         (("machine.gpus=3",), "gpus", "machine.gpus", "= 1 rank"),
@@ -130,6 +174,10 @@ def test_contradiction(empty: str, sets: tuple[str, ...], code: str, where: str,
         ("precision.recipe=fp8-delayed", "precision.history=4", "precision.amax=most_recent", "precision.margin=1"),
         ("precision.recipe=mxfp8", "precision.high_first=1", "precision.high_last=1"),
         ("precision.recipe=fp8-block128", "machine.name=h100"),
+        ("precision.recipe=fp8-block128", "precision.smooth=true", "precision.watch_every=100"),
+        (*NARROW_BUT_FIRST, "precision.recipe=fp8-block128", "precision.smooth=true"),
+        ("precision.recipe=fp8-current", "precision.watch_every=50", "precision.fall_back=true"),
+        ("precision.recipe=fp8-current", "model.hidden_size=64", "model.intermediate_size=128"),
         ("precision.recipe=fp8-current", "machine.name=mtt-s5000"),
         ("precision.recipe=nvfp4", "machine.name=b200"),
         ("precision.recipe=mxfp8", "machine.name=a100-80gb", "precision.emulate=true"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bessemer.core.job import Job
+from bessemer.core.linear_layers import kept_layers
 from bessemer.core.machine import Machine
 from bessemer.core.memory import memory_problem
 from bessemer.core.model import ModelSpec
@@ -20,9 +21,14 @@ _QUANTISED = ("high_first", "high_last", "stochastic", "smooth", "emulate", "wat
 
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
     """The checks for which what they need could be read: `spec` and `machine` are None where it couldn't."""
-    found = [*_recipe(job, machine), *_recipe_fields(job), *_switches(job)]
+    found = [*_recipe(job, machine), *_recipe_fields(job), *_switches(job), *_samples(job)]
     if spec is not None:
-        found += [*_positions(job, spec), *_high_blocks(job, spec), *_model_switches(job, spec)]
+        found += [
+            *_positions(job, spec),
+            *_high_blocks(job, spec),
+            *_quantised_layers(job, spec),
+            *_model_switches(job, spec),
+        ]
     if machine is not None:
         found += _devices(job, machine)
     # Stages without layers have no memory to speak of: the layout's own check says so.
@@ -103,6 +109,49 @@ def _switches(job: Job) -> Iterator[Problem]:
         what = f"{name} = {shown} has no effect with {mode}"
         why = "there is nothing that it could act on, and it would be silently ignored"
         yield _problem("ignored-setting", f"precision.{name}", what, why=why, fix=f"delete it, or {instead}")
+
+
+def _samples(job: Job) -> Iterator[Problem]:
+    """The watch, where the run is too short for what it is to see; whether the recipe has one is told elsewhere."""
+    section, steps, known = job.precision, job.train.steps, RECIPES.get(job.precision.recipe)
+    every = section.watch_every
+    if known is None or not known.quantised or every == 0:
+        return
+    if every > steps:
+        what = f"watch_every = {every} is longer than the run of {counted(steps, 'step')}"
+        fix = f"precision.watch_every = {max(1, steps // 4)}"
+        fix += "" if section.fall_back else ", or 0: no samples"
+        yield _problem("watch-every", "precision.watch_every", what, why="it would never come to a sample", fix=fix)
+    elif section.fall_back and steps // every < 2:
+        what = f"fall_back = true, and watch_every = {every} takes one sample in {counted(steps, 'step')}"
+        why = "a layer falls back once it was in trouble in two samples in a row"
+        fix = f"train.steps = {2 * every} or more, or delete it"
+        if steps > 1:
+            fix = f"precision.watch_every = {max(1, steps // 4)}, or delete it"
+        yield _problem("watch-every", "precision.fall_back", what, why=why, fix=fix)
+
+
+def _quantised_layers(job: Job, spec: ModelSpec) -> Iterator[Problem]:
+    """A recipe, or its smoothing, where every layer that it could act on is left as it is for its sizes."""
+    section, known = job.precision, RECIPES.get(job.precision.recipe)
+    if known is None or not known.quantised or section.high_first + section.high_last >= spec.num_layers:
+        return
+    kept = kept_layers(spec, known.name, high_first=section.high_first, high_last=section.high_last)
+    first = section.high_first  # of the blocks that the job doesn't leave out
+    if all(kept.values()):
+        what = f'recipe = "{known.name}" quantises no layer of this model'
+        why = f"e.g. {_reason(kept, first, '')}; the recipe and its settings would be silently ignored"
+        fix = f'precision.recipe = "{known.compute}", or wider layers'
+        yield _problem("ignored-setting", "precision.recipe", what, why=why, fix=fix)
+    elif section.smooth and spec.gated and all(why for (_, name), why in kept.items() if name.endswith(".down")):
+        what = f'smooth = true, and recipe = "{known.name}" quantises no down projection'
+        why = f"e.g. {_reason(kept, first, '.down')}; there is nothing to smooth"
+        yield _problem("ignored-setting", "precision.smooth", what, why=why, fix="delete it, or a wider feed-forward")
+
+
+def _reason(kept: dict[tuple[int, str], str], layer: int, ending: str) -> str:
+    """Of the first layer in that block whose name ends so."""
+    return next(f"{name}: {why}" for (at, name), why in kept.items() if at == layer and name.endswith(ending))
 
 
 def _model_switches(job: Job, spec: ModelSpec) -> Iterator[Problem]:
