@@ -83,6 +83,7 @@ class ElasticLoop(Loop):
         self._epoch: Epoch | None = None
         self._across: Across | None = None
         self._sent: set[tuple[int, int]] = set()
+        self._units = (1, 1)  # of the latest step: this group's, all
         self.cohort.share_of = self._share
 
     def run(self) -> None:
@@ -104,6 +105,10 @@ class ElasticLoop(Loop):
     def leads(self) -> bool:
         """Whether this group speaks for the run: writes its records and checkpoints, and evaluates."""
         return self._epoch is not None and self._epoch.active[:1] == (self.cohort.seat.group,)
+
+    @property
+    def part_of_step(self) -> float:
+        return self._units[1] / max(1, self._units[0])
 
     # ---- joining
 
@@ -186,6 +191,7 @@ class ElasticLoop(Loop):
         return _Work(Kept(self.parts.optimizer, like, exact=self.exact), start=start)
 
     def _apply(self, step: int, work: _Work, total: Buffers) -> StepResult:
+        self._units = len(work.kept.units), len(units_of_step(self.job, step))
         mine, stop = work.kept.give(total)
         return self.parts.step.commit(step, mine, work.start, stop)
 

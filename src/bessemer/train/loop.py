@@ -117,6 +117,11 @@ class Loop:
         """Whether this rank's copy of the model speaks for the run: evaluates, saves, and tells of it."""
         return True
 
+    @property
+    def part_of_step(self) -> float:
+        """How many times the work of this copy of the model the latest step was."""
+        return 1.0
+
     def _batches(self, first_step: int) -> Iterator[Batch]:
         """This rank's micro-batches from `first_step` on, read ahead in threads."""
         mesh = self.parts.mesh
@@ -147,7 +152,7 @@ class Loop:
         paths = ("bf16", "fp16", "fp32", "fp64")
         own = [float(sample.flops.get(p, 0)) for p in paths] + [sample.kernel_s]
         sums = mesh.sum_over_world(torch.tensor(own, dtype=torch.float64, device=mesh.device)).tolist()
-        flops = {p: f for p, f in zip(paths, sums[:-1], strict=True) if f}
+        flops = {p: f * self.part_of_step for p, f in zip(paths, sums[:-1], strict=True) if f}
         self._event("kernels", step=result.step, flops=flops, kernel_s=sums[-1] / mesh.world_size, step_s=result.step_s)
 
     def _evaluate_if_due(self, step: int) -> Evaluation | None:
