@@ -177,7 +177,7 @@ def layer_table(
     held = list(range(spec.num_layers) if layers is None else layers)
     predictions = [spec.num_layers + i for i in range(spec.mtp_layers)] if last in held else []
     routed = [i for i in (*held, *predictions) if spec.is_moe_layer(min(i, last))]
-    dense = [i for i in (*held, *predictions) if i not in routed]
+    dense = [i for i in (*held, *predictions) if not spec.is_moe_layer(min(i, last))]
     parts = [
         (_attention(sizes), [*held, *predictions]),
         (_dense(sizes, "mlp", spec.ffn_size), dense),
