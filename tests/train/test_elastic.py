@@ -139,7 +139,7 @@ def test_a_spare_catches_up_while_the_others_go_on(folder: Path) -> None:
         fleet.start(5, joins=True)
         ended = fleet.wait()
     assert _digests(ended, groups=3) == _undisturbed("one rank", 30)
-    assert [e["event"] for e in ended[5, 0, 0]["events"]] == ["joined"]
+    assert "joined" in [e["event"] for e in ended[5, 0, 0]["events"]]
 
 
 def test_the_death_of_a_donor_in_the_transfer(folder: Path) -> None:

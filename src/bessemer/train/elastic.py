@@ -268,6 +268,7 @@ class ElasticLoop(Loop):
                 with passes.phases("comm_s"):
                     parallel.finish()
                 work.kept.take(unit, self._with_load(mine), stop=stop)
+                self.cohort.check()
                 if self._agreed_epoch() > epoch.number:
                     return False
         return True
