@@ -174,9 +174,8 @@ class ElasticLoop(Loop):
     def _batches(self, first_step: int) -> Iterator[Batch]:
         yield from ()  # each step reads what it is dealt
 
-    def _step(self, step: int, batches: Iterator[Batch]) -> StepResult:
+    def _run_step(self, step: int, batches: Iterator[Batch]) -> StepResult:
         del batches
-        self.reporter.phase(step + 1, "training")
         work = self._new_work(step)
         return self._apply(step, work, self._sum(step, work))
 

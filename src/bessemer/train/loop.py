@@ -135,16 +135,18 @@ class Loop:
                 yield to_tensors(batch, mesh.device)
 
     def _step(self, step: int, batches: Iterator[Batch]) -> StepResult:
-        mesh = self.parts.mesh
         self.reporter.phase(step + 1, "training")
-        count = len(rank_micro_batches(self.job, step, mesh.at("replica"), mesh.at("shard")))
-        stop = self.reporter.stop_requested
         if step % KERNEL_SAMPLES_EVERY != 2:
-            return self.parts.step.run(step, batches, count, stop=stop)
-        with KernelSample(mesh.device) as sample:
-            result = self.parts.step.run(step, batches, count, stop=stop)
+            return self._run_step(step, batches)
+        with KernelSample(self.parts.mesh.device) as sample:
+            result = self._run_step(step, batches)
         self._record_kernels(sample, result)
         return result
+
+    def _run_step(self, step: int, batches: Iterator[Batch]) -> StepResult:
+        mesh = self.parts.mesh
+        count = len(rank_micro_batches(self.job, step, mesh.at("replica"), mesh.at("shard")))
+        return self.parts.step.run(step, batches, count, stop=self.reporter.stop_requested)
 
     def _record_kernels(self, sample: KernelSample, result: StepResult) -> None:
         """One event with the FLOPs of all ranks by path, and the mean seconds in kernels of a rank."""
