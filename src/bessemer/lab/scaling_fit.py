@@ -5,10 +5,10 @@ that went wrong can't pull the fit. Instead of L-BFGS, Levenberg-Marquardt steps
 and all bootstrap samples take side by side. `DELTA` is larger than Hoffmann's 1e-3: models as small as these scatter by
 about one per cent from seed to seed, and among residuals ten times `DELTA` it would be a fit of absolute values.
 
-The bootstrap is the wild one (Wu 1986; Liu 1988): each point keeps the prediction and the size of its own residual,
-with what the fit took of it put back (over 1 - leverage, HC3) and a random sign. So no point is ever missing, which
-few points of a designed grid can't afford, and points may scatter differently. It assumes that points err
-independently: each is trained with a seed of its own.
+The bootstrap is the wild one for groups (Cameron, Gelbach and Miller 2008): each point keeps its prediction and its
+residual, with what the fit took of it put back (the residuals of a group over one less their leverage, CR3), and all
+points of a group, which share a seed and so err together, get one random sign. So no point is ever missing, which few
+points of a designed grid can't afford, and points may scatter differently.
 Legend: S starts or samples, K constants, n points.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bessemer.core.errors import RequestError
 from bessemer.lab.scaling_laws import LEAST_BITS, MOST_BITS, Array, Law, Points, Reference
@@ -31,6 +32,7 @@ LEVEL = 0.9
 SPREAD = 3.0
 """An interval whose ends are further apart than by this factor doesn't determine a positive constant."""
 
+LEAST_LEFT = 0.05
 _STEPS = 300
 _TOLERANCE = 1e-12
 
@@ -87,8 +89,9 @@ def fit(law: Law, points: Points, *, cost: float, samples: int = 400, starts: in
     best, order = found[np.argmin(cost_of)], np.argsort(cost_of)
     predicted, slope = (v[0] for v in law.predict(best[None], points, at))
     residual = target - np.log(predicted)
-    signs = rng.choice([-1.0, 1.0], (samples, count))
-    targets = np.log(predicted) + signs * residual / (1 - _leverage(slope / predicted[:, None]))
+    groups, member = np.unique(points.group, return_inverse=True)
+    signs = rng.choice([-1.0, 1.0], (samples, len(groups)))[:, member]
+    targets = np.log(predicted) + signs * _put_back(residual, slope / predicted[:, None], member)
     # a sample begins at the optimum and at the other ends of the search, so that it may leave the optimum's valley
     others = found[order[np.linspace(0, starts // 4, 3).astype(int)]]
     tried = [_descend(law, points, at, targets, np.broadcast_to(o, (samples, free))) for o in others]
@@ -153,9 +156,16 @@ def _descend(law: Law, points: Points, at: Reference, targets: Array, start: Arr
     return now, value
 
 
-def _leverage(jacobian: Array) -> Array:
-    """[n]: how much of its own error each point takes out of its residual; `jacobian` [n, K] of log L."""
-    return np.asarray(np.einsum("nk,kn->n", jacobian, np.linalg.pinv(jacobian)))
+def _put_back(residual: Array, jacobian: Array, member: NDArray[np.int64]) -> Array:
+    """[n]: residuals less what the fit took of them, group by group: (1 - H_gg)^-1 r_g with H the projection on the
+    columns of `jacobian` [n, K]. `LEAST_LEFT`: where a group alone tells a constant, next to nothing would be left."""
+    projection = jacobian @ np.linalg.pinv(jacobian)
+    made = np.empty_like(residual)
+    for group in range(member.max() + 1):
+        mine = member == group
+        left, axes = np.linalg.eigh(np.eye(mine.sum()) - projection[np.ix_(mine, mine)])
+        made[mine] = axes @ ((axes.T @ residual[mine]) / np.maximum(left, LEAST_LEFT))
+    return made
 
 
 def _flat(law: Law, jacobian: Array, scatter: float) -> dict[str, str]:

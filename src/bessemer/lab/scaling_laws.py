@@ -45,7 +45,8 @@ LEAST_BITS, MOST_BITS = 1.0, 16.0
 @dataclass(frozen=True, kw_only=True)
 class Points:
     """Trained models, each array [n]: parameters that were quantised, tokens, bits of weights and of inputs, exponent
-    and mantissa bits of both (NaN where they differ), elements to a scale (0: one for the tensor), loss in nats."""
+    and mantissa bits of both (NaN where they differ), elements to a scale (0: one for the tensor), loss in nats, and
+    the group: points with the same number share a seed, and so err together."""
 
     parameters: Array
     tokens: Array
@@ -55,6 +56,7 @@ class Points:
     mantissa_bits: Array
     block: Array
     loss: Array
+    group: Array
 
     def __len__(self) -> int:
         return len(self.loss)

@@ -73,18 +73,18 @@ def report_html(found: ScalingLaw) -> str:
 def _data(found: ScalingLaw) -> str:
     """Loss in bf16 against that in each format, as what precision costs: a series for each width."""
     rows = [r for r in found.records if r["loss"] is not None and r["weight"] == r["inputs"] and not r["block"]]
-    high = {(r["width"], r["tokens"]): r["loss"] for r in rows if r["weight"] == HIGH and not r["repeat"]}
-    rows = [r for r in rows if (r["width"], r["tokens"]) in high]
+    high = {_seed(r): r["loss"] for r in rows if r["weight"] == HIGH}
+    rows = [r for r in rows if _seed(r) in high]
     if not rows:
         return '<p class="note">No model in bf16 to compare with.</p>'
     series = []
     for colour, width in enumerate(sorted({r["width"] for r in rows})):
         mine = [r for r in rows if r["width"] == width]
         x = [float(np.log2(_bits(r))) for r in mine]
-        y = [r["loss"] - high[width, r["tokens"]] for r in mine]
+        y = [r["loss"] - high[_seed(r)] for r in mine]
         series.append(_Series(name=f"width {width}", x=x, y=y, colour=colour))
     labels = [(float(np.log2(b)), f"{b} bits") for b in sorted({_bits(r) for r in rows})]
-    note = '<p class="note">Each dot is a model with a seed of its own, less the one of the same size in bf16.</p>'
+    note = '<p class="note">Each dot is a model less the one of the same size and seed in bf16.</p>'
     return _plot(series, "loss - bf16, nats a byte", labels) + note
 
 
@@ -173,6 +173,11 @@ def _plot(series: Sequence[_Series], name: str, labels: Sequence[tuple[float, st
     keys = "".join(f'<span><i class="key c{s.colour % 12}"></i>{escape(s.name)}</span>' for s in series if s.named)
     picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">{"".join(marks)}</svg>'
     return f'{picture}<p class="keys">{keys}</p>'
+
+
+def _seed(record: Mapping[str, Any]) -> tuple[int, int, int]:
+    """What decides the seed."""
+    return record["width"], record["tokens"], record["repeat"]
 
 
 def _bits(record: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from bessemer.core.errors import RequestError
 from bessemer.core.units import format_count, format_seconds
 from bessemer.lab.scaling_fit import LEVEL, Fit, fit
-from bessemer.lab.scaling_grid import bits_of
+from bessemer.lab.scaling_grid import HIGH, bits_of
 from bessemer.lab.scaling_laws import LAWS, Law, Points
 
 __all__ = ["COST_MODEL", "LIMITS", "ScalingLaw", "analyse", "points_of"]
@@ -33,7 +33,7 @@ LIMITS = (
 @dataclass(frozen=True)
 class ScalingLaw:
     """`records`: the points as results.jsonl has them; `fits`: by the law's name; `refused`: why a law wasn't fitted;
-    `scatters`: by format the standard deviation of log L between models that differ in their seed alone."""
+    `scatters`: the standard deviation of log L between seeds, of bf16 and of formats less bf16."""
 
     records: Sequence[Mapping[str, Any]]
     missing: int
@@ -98,6 +98,8 @@ def points_of(records: Sequence[Mapping[str, Any]]) -> Points:
     good = [r for r in records if r["loss"] is not None]
     weights, inputs = ([bits_of(r[k]) for r in good] for k in ("weight", "inputs"))
     alike = [w if w == i else (math.nan, math.nan) for w, i in zip(weights, inputs, strict=True)]
+    seeds = [(r["width"], r["tokens"], r["repeat"]) for r in good]
+    numbers = {seed: number for number, seed in enumerate(dict.fromkeys(seeds))}
     columns = {
         "parameters": [r["parameters"] for r in good],
         "tokens": [r["trained_tokens"] for r in good],
@@ -107,6 +109,7 @@ def points_of(records: Sequence[Mapping[str, Any]]) -> Points:
         "mantissa_bits": [m for _, m in alike],
         "block": [r["block"] for r in good],
         "loss": [r["loss"] for r in good],
+        "group": [numbers[seed] for seed in seeds],
     }
     return Points(**{name: np.array(values, dtype=np.float64) for name, values in columns.items()})
 
@@ -128,14 +131,21 @@ def analyse(records: Sequence[Mapping[str, Any]], *, missing: int, samples: int,
 
 
 def _scatters(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of every point that was repeated, by its formats."""
-    alike: dict[tuple[Any, ...], list[float]] = {}
+    """Of bf16 and of each format less bf16 with the same seed, where the same size was trained with three seeds."""
+    losses: dict[tuple[int, int, str], dict[int, float]] = {}
     for r in records:
-        if r["loss"] is not None:
-            alike.setdefault(tuple(r[k] for k in ("weight", "inputs", "block", "width", "tokens")), []).append(
-                r["loss"]
-            )
-    return {key[0]: float(np.std(np.log(losses), ddof=1)) for key, losses in alike.items() if len(losses) > 2}
+        if r["loss"] is not None and r["weight"] == r["inputs"] and not r["block"]:
+            losses.setdefault((r["width"], r["tokens"], r["weight"]), {})[r["repeat"]] = math.log(r["loss"])
+    found = {}
+    for (width, tokens, name), by_seed in losses.items():
+        high = losses.get((width, tokens, HIGH), {})
+        if name == HIGH:
+            logs, words = list(by_seed.values()), HIGH
+        else:
+            logs, words = [v - high[seed] for seed, v in by_seed.items() if seed in high], f"{name} less {HIGH}"
+        if len(logs) > 2:
+            found[words] = float(np.std(logs, ddof=1))
+    return found
 
 
 def _law_json(found: Fit) -> dict[str, Any]:
