@@ -60,9 +60,10 @@ class _Clock:
         self._done += 1
         self._left -= point.effort
         used = time.monotonic() - self._start
-        left = used * self._left / max(self._whole - self._left, 1.0)
+        left_s = used * self._left / max(self._whole - self._left, 1.0)
         bar = "#" * round(20 * self._done / self._total)
-        line = f"[{bar:<20}] {self._done}/{self._total}  {format_seconds(left)} left  {text}"
+        left = f"{format_seconds(left_s)} left" if self._done < self._total else "the last"
+        line = f"[{bar:<20}] {self._done}/{self._total}  {left}  {text}"
         print(line, file=self._stream, flush=True)
 
 

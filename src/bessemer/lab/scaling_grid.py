@@ -3,8 +3,7 @@
 Llama blocks on bytes of Python's standard library. Weights and inputs of all linear layers of the blocks are rounded
 in the forward pass, and read so by the backward pass; gradients, sums, attention, embedding, head and norms stay as
 under bf16, parameters and optimizer in float32. A point is known by everything that decides its loss, so a finished
-one is never trained again. Formats of the same size share a seed, so that what they differ by isn't hidden by what
-seeds do.
+one is never trained again. Formats of the same size share a seed; the intervals take it that they err together.
 """
 
 from __future__ import annotations
