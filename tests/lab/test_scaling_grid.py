@@ -125,10 +125,12 @@ def test_a_dead_worker_is_named_and_its_neighbours_end(tmp_path: Path, quick_wor
     assert caught.value.code == "lab-worker" and time.monotonic() - start < 30
 
 
-def test_a_stop_on_request_keeps_what_is_finished(tmp_path: Path, quick_workers: Any) -> None:
-    """The second point's process sends the driver Ctrl-C and would go on for a minute."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_on_request_keeps_what_is_finished(tmp_path: Path, quick_workers: Any, number: int) -> None:
+    """The second point's process sends the driver a signal and would go on for a minute. A shell hands its background
+    jobs an ignored SIGINT, which is no reason not to hear one."""
     points = _points(3)
-    stop = f"import os, signal, time; point.tokens == {points[1].tokens} and os.kill({os.getpid()}, signal.SIGINT)"
+    stop = f"import os, time; point.tokens == {points[1].tokens} and os.kill({os.getpid()}, {int(number)})"
     quick_workers(f"{stop}; time.sleep(0 if point.tokens == {points[0].tokens} else 60)")
     results = tmp_path / "results.jsonl"
     with pytest.raises(Stopped, match="1 points are kept"):

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from bessemer.core.errors import BessemerError, Stopped
 from bessemer.core.units import format_seconds
+from bessemer.keep.hub import signals_raise
 from bessemer.keep.records import RecordWriter
 from bessemer.lab.scaling_grid import GridPoint, finished
 
@@ -71,7 +72,7 @@ def train_grid(
     points: Sequence[GridPoint], results: Path, *, cache: str, workers: int, stream: IO[str] | None = None
 ) -> None:
     """Trains those points that `results` lacks. However it ends, only the points that were under way are lost.
-    Stopped after Ctrl-C, BessemerError `lab-worker` where a process dies."""
+    Stopped after SIGINT or SIGTERM, BessemerError `lab-worker` where a process dies."""
     results.parent.mkdir(parents=True, exist_ok=True)
     have = finished(results)
     waiting = [p for p in points if p.key not in have]
@@ -80,15 +81,15 @@ def train_grid(
         queue = list(reversed(waiting))
         for worker in crew:
             worker.give(queue.pop())
-        try:
+        with signals_raise() as wishes:
             while any(worker.point is not None for worker in crew):
                 for key, _ in ready.select():
                     writer.write(_answer(key.data, clock))
                     if queue:
                         key.data.give(queue.pop())
-        except KeyboardInterrupt:
-            what = f"stopped on request; {len(finished(results))} points are kept in {results}"
-            raise Stopped(what, fix="the same command goes on from there") from None
+    if wishes.names:
+        what = f"stopped on request; {len(finished(results))} points are kept in {results}"
+        raise Stopped(what, fix="the same command goes on from there")
 
 
 def _answer(worker: _Worker, clock: _Clock) -> dict[str, Any]:
