@@ -174,6 +174,12 @@ def test_a_faults_loss_is_what_its_long_intervals_took_above_the_usual() -> None
     assert found.lost_s(1000.0, 1004.9) == 0
 
 
+def test_the_control_is_cut_where_it_waited() -> None:
+    before, after = commits([0.5] * 20).split(8)
+    assert (before.steps[-1], after.steps[0], len(after.times), len(after.step_s)) == (8, 9, 13, 13)
+    assert commits([0.5] * 3).split(4)[1].steps == ()
+
+
 def test_too_few_steps_have_no_pace() -> None:
     with pytest.raises(RequestError, match="too few"):
         _ = commits([0.5] * 3).usual_s
@@ -219,5 +225,6 @@ def test_a_run_under_chaos_ends_with_the_bits_of_its_control(tmp_path: Path) -> 
     assert (fault["kind"], fault["leader"], fault["skipped"]) == ("kill", True, "")
     assert fault["step"] >= 8
     assert 0 < found.effective_time_all_devices < found.effective_time
+    assert len(found.control_step_s) == len(found.control_effective_time) in (1, 2)
     assert found.as_json()["effective_time"] == found.effective_time
     assert "bit for bit" in str(found)

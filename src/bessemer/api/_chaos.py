@@ -31,7 +31,7 @@ def chaos(
 ) -> Chaos:
     """Train a job while ranks, coordinator and vault are killed and held up, and say what that cost.
 
-    Beside the run with faults the same job runs undisturbed, whole before it and in part after it: the effective time
+    The same job runs undisturbed too, a part of it before the run with faults and the rest behind: the effective time
     is that of the committed steps at the control's pace, over the time from the first commit to the last. The final
     checkpoints are compared bit by bit. The job has to have keep.mode = "zero-interruption"; same bits need keep.sums =
     "exact". A run that fails is started again. Linux only.
@@ -39,7 +39,7 @@ def chaos(
     job_path: The job file (TOML).
     sets: Override a field: --set train.steps=500. May be repeated.
     faults: The file that says which faults come when (TOML), such as examples/chaos_faults.toml.
-    quick: So many steps that the run with faults takes about three minutes, and the whole about eight.
+    quick: So many steps that the run with faults takes about three minutes, and the whole about seven.
     minutes: So many steps that the run with faults takes about so many minutes, instead of the job's train.steps.
     runs: The folder of the runs. Default: the job's run folder with -chaos and a number behind its name.
     """

@@ -2,9 +2,8 @@
 
     effective time = committed steps x median step of the control / seconds from the first commit to the last
 
-The control runs whole before the run with faults, and for a part of its steps after it, since the machine may be
-quieter at one time than at the other; the smaller median counts. It also gives the bits that the disturbed run has to
-end with.
+The control runs a part of its steps before the run with faults and the rest after it, since the machine may be quieter
+at one time than at the other; the smaller median counts. It also gives the bits that the disturbed run has to end with.
 """
 
 from __future__ import annotations
@@ -50,6 +49,14 @@ class Commits:
         steps, times, seconds = zip(*sorted(lines), strict=True) if lines else ((), (), ())
         return cls(steps, times, seconds)
 
+    def split(self, step: int) -> tuple[Commits, Commits]:
+        """The steps up to and with `step`, and those behind it."""
+        at = bisect.bisect_right(self.steps, step)
+        return self._part(slice(at)), self._part(slice(at, None))
+
+    def _part(self, which: slice) -> Commits:
+        return Commits(self.steps[which], self.times[which], self.step_s[which])
+
     @property
     def usual_s(self) -> float:
         """The median step, without the first ones."""
@@ -73,16 +80,16 @@ class Commits:
 
 @dataclass(frozen=True, kw_only=True)
 class Chaos:
-    """What the faults cost. control_step_s: medians before and after; control_effective_time: of the whole control by
-    the same measure, which noise keeps below 1 too."""
+    """What the faults cost. control_step_s: medians before and after; control_effective_time: of both parts by the same
+    measure, which noise keeps below 1 too."""
 
     folder: Path
     finished: bool
     steps: int
     effective_time: float
     effective_time_all_devices: float
-    control_effective_time: float
-    control_step_s: tuple[float, float]
+    control_effective_time: tuple[float, ...]
+    control_step_s: tuple[float, ...]
     steps_lost: int
     restarts: int
     bitwise_equal: bool
@@ -90,16 +97,17 @@ class Chaos:
     faults: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "folder": str(self.folder), "control_step_s": list(self.control_step_s)}
+        return {**self.__dict__, "folder": str(self.folder)}
 
     def __str__(self) -> str:
         lines = [
             f"effective time          {self.effective_time:.2%}   of all devices, spares too "
-            f"{self.effective_time_all_devices:.2%}   control {self.control_effective_time:.2%}",
+            f"{self.effective_time_all_devices:.2%}   control "
+            + ", ".join(f"{part:.2%}" for part in self.control_effective_time),
             f"committed               {counted(self.steps, 'step')}, {self.steps_lost} lost, "
             f"{counted(self.restarts, 'restart')}" + ("" if self.finished else "; NOT FINISHED"),
             f"final state             {'equals the control, bit for bit' if self.bitwise_equal else 'DIFFERS'}",
-            f"median step of control  {' before, '.join(format_seconds(s) for s in self.control_step_s)} after",
+            f"median step of control  {', '.join(format_seconds(s) for s in self.control_step_s)}",
         ]
         lost = {cause: s for cause, s in self.stability_lost_s.items() if s >= 0.0005}
         lines.append("lost                    " + ", ".join(f"{k} {format_seconds(s)}" for k, s in lost.items()))
@@ -111,8 +119,9 @@ class Chaos:
 
 
 def run_chaos(job: Job, plan: Plan, folder: Path, minutes: float | None, tell: Callable[[str], None]) -> Chaos:
-    """Control, run with faults, control again, in `folder`. `minutes`: how long the run with faults shall take, instead
-    of the job's number of steps. RequestError where the job is not one that goes on through losses."""
+    """Part of the control, run with faults, rest of the control, in `folder`. `minutes`: how long the run with faults
+    shall take, instead of the job's number of steps. RequestError where the job is not one that goes on through losses.
+    """
     if job.keep.mode != "zero-interruption":
         raise RequestError(
             f"[keep] mode = {job.keep.mode!r}: faults are for runs that go on through them",
@@ -129,23 +138,25 @@ def run_chaos(job: Job, plan: Plan, folder: Path, minutes: float | None, tell: C
         ChaosRun(pace, told("pace"), stop_after=PACE_STEPS).run()
         steps = max(LEAST_STEPS, round(60 * minutes / Commits.read(pace.run.folder).usual_s))
         job = job.model_copy(update={"train": job.train.model_copy(update={"steps": steps})})
-    before, faulty, after = (_named(job, folder, name) for name in ("control", "faults", "after"))
-    told("control")(counted(job.train.steps, "step"))
-    control = ChaosRun(before, told("control"))
-    control.run()
+    control, faulty = (_named(job, folder, name) for name in ("control", "faults"))
+    part = max(PACE_STEPS, job.train.steps // 5)
+    told("control")(f"{part} of {counted(job.train.steps, 'step')}")
+    ChaosRun(control, told("control"), stop_after=part).run()
+    stopped = Commits.read(control.run.folder).steps[-1]
     disturbed = ChaosRun(faulty, told("faults"), plan)
     told("faults")(counted(job.train.steps, "step"))
     disturbed.run()
-    part = min(job.train.steps, max(PACE_STEPS, job.train.steps // 5))
-    told("after")(f"{part} steps of the control again")
-    ChaosRun(after, told("after"), stop_after=part).run()
-    return summarise(job, folder, disturbed)
+    if stopped < job.train.steps:
+        told("control")(f"the other {counted(job.train.steps - stopped, 'step')}")
+        ChaosRun(control, told("control")).run()
+    return summarise(job, folder, disturbed, stopped)
 
 
-def summarise(job: Job, folder: Path, disturbed: ChaosRun) -> Chaos:
-    """From the records of the three runs in `folder`."""
-    control, commits, after = (Commits.read(folder / name) for name in ("control", "faults", "after"))
-    medians = control.usual_s, after.usual_s
+def summarise(job: Job, folder: Path, disturbed: ChaosRun, stopped: int) -> Chaos:
+    """From the records of the two runs in `folder`. `stopped`: the step after which the control waited."""
+    commits = Commits.read(folder / "faults")
+    parts = [part for part in Commits.read(folder / "control").split(stopped) if len(part.steps) > COLD_STEPS]
+    medians = tuple(part.usual_s for part in parts)
     effective = commits.effective_time(min(medians))
     events = list(read_records(folder / "faults" / "events.jsonl"))
     shared = job.replicas / (job.replicas + job.keep.spares)
@@ -156,7 +167,7 @@ def summarise(job: Job, folder: Path, disturbed: ChaosRun) -> Chaos:
         steps=len(commits.steps),
         effective_time=effective,
         effective_time_all_devices=effective * shared,
-        control_effective_time=control.effective_time(min(medians)),
+        control_effective_time=tuple(part.effective_time(min(medians)) for part in parts),
         control_step_s=medians,
         steps_lost=sum(int(e["steps"]) for e in events if e["event"] == "cut"),
         restarts=disturbed.restarts,
