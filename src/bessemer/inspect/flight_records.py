@@ -52,20 +52,20 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each rank of a fleet stands. Arrays are by index; `rank_R` says by which number the run knows an index.
+    """Where each rank of a fleet stands. Arrays are [R], by index; `ranks` says by which number the run knows an index.
 
-    stage_R: the pipeline stage, whose ranks do like work. copy_R: the copy of the model. place_R: the place in it; ranks
-    of one place hold the same parameters. host_R: host names.
+    stage: the pipeline stage, whose ranks do like work. copy: the copy of the model. place: the place in it; ranks of
+    one place hold the same parameters. hosts: names, "" where unknown.
     """
 
-    rank_R: NDArray[np.int64]
-    stage_R: NDArray[np.int64]
-    copy_R: NDArray[np.int64]
-    place_R: NDArray[np.int64]
-    host_R: tuple[str, ...]
+    ranks: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    copy: NDArray[np.int64]
+    place: NDArray[np.int64]
+    hosts: tuple[str, ...]
 
     def __len__(self) -> int:
-        return len(self.rank_R)
+        return len(self.ranks)
 
     @classmethod
     def of_sizes(
@@ -78,43 +78,44 @@ class Placement:
         world = replicas * pp * inner
         index_R = np.arange(world)
         return cls(
-            rank_R=np.asarray(ranks if len(ranks) else index_R, dtype=np.int64),
-            stage_R=index_R // inner % pp,
-            copy_R=index_R // (inner * pp),
-            place_R=index_R % (inner * pp),
-            host_R=tuple(hosts) if len(hosts) else ("",) * world,
+            ranks=np.asarray(ranks if len(ranks) else index_R, dtype=np.int64),
+            stage=index_R // inner % pp,
+            copy=index_R // (inner * pp),
+            place=index_R % (inner * pp),
+            hosts=tuple(hosts) if len(hosts) else ("",) * world,
         )
 
 
 @dataclass(frozen=True)
 class StepSample:
-    """One step (counted from 1) of all ranks; seconds by rank, NaN where nothing is known of one.
+    """One step (counted from 1) of all ranks; arrays are [R] by index, NaN where nothing is known of one.
 
-    t: unix seconds of its end. step_s: its length. compute_s_R: forward, backward and optimizer without waiting for
-    anybody; data_s_R: waiting for batches; wait_s_R: for other ranks. tokens_R: what each rank computed, in tokens of
-    its stage. memory_bytes_R: resident memory of the process, or what the device has allocated.
+    t: unix seconds of its end. step_s: its length. compute_s: forward, backward and optimizer without waiting for
+    anybody; data_s: waiting for batches; wait_s: for other ranks. tokens: what each rank computed, in tokens of
+    its stage. memory_bytes: resident memory of the process, or what the device has allocated.
     """
 
     step: int
     t: float
     step_s: float
-    compute_s_R: Floats
-    data_s_R: Floats
-    wait_s_R: Floats
-    tokens_R: Floats
-    memory_bytes_R: Floats
+    compute_s: Floats
+    data_s: Floats
+    wait_s: Floats
+    tokens: Floats
+    memory_bytes: Floats
 
 
 @dataclass(frozen=True)
 class LinkSample:
     """Transfers of one kind in one step, such as "tensor all_reduce": for each group the seconds from the last arrival
-    to the finish, summed over its operations (NaN: unknown). Groups of a kind move the same bytes. groups: ranks."""
+    to the finish, summed over its operations ([G], NaN: unknown). Groups of a kind move the same bytes. groups: ranks.
+    """
 
     step: int
     t: float
     kind: str
     groups: tuple[tuple[int, ...], ...]
-    transfer_s_G: Floats
+    transfer_s: Floats
 
 
 @dataclass(frozen=True)
@@ -130,25 +131,27 @@ class MetricSample:
 
 @dataclass(frozen=True)
 class HashSample:
-    """Hashes of the parameters that ranks hold alike after a step: uint64 [P, C], with the ranks' numbers [P, C]."""
+    """Hashes of the parameters that ranks hold alike after a step: uint64 [P, C], with the ranks' numbers,
+    int64 [P, C]."""
 
     step: int
     t: float
-    hash_PC: NDArray[np.uint64]
-    rank_PC: NDArray[np.int64]
+    hashes: NDArray[np.uint64]
+    ranks: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Standstill:
     """No step has come true for `quiet_s` seconds: the black boxes of all ranks, with ranks numbered as the run does.
 
-    stopped: ranks whose process is stopped (state T), with for how long. longest_s: what a step may take before standing
-    still is a hang.
+    stopped: ranks whose process is stopped (state T), with for how long. longest_s: what a step may take before
+    standing still is a hang; lease_s: how long a rank may be stopped.
     """
 
     t: float
     quiet_s: float
     longest_s: float
+    lease_s: float
     boxes: Sequence[Blackbox]
     stopped: Mapping[int, float]
 
