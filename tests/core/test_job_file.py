@@ -194,7 +194,7 @@ def test_a_draft_goes_on_with_what_is_readable(tmp_path: Path) -> None:
 
 def test_section_fields_are_those_of_the_job() -> None:
     fields = section_fields()
-    assert list(fields) == ["run", "model", "data", "layout", "train", "precision", "keep", "machine"]
+    assert list(fields) == ["run", "model", "data", "layout", "train", "precision", "keep", "inspect", "machine"]
     assert fields["model"] == ("preset", "hf", "family", "weights")
 
 

@@ -19,6 +19,7 @@ from bessemer.core.problem import Problem, render
 from bessemer.core.resolve import resolve_model
 from bessemer.core.units import counted, format_bytes, format_count, format_rate
 from bessemer.data import problems as data
+from bessemer.inspect import problems as inspect
 from bessemer.keep import problems as keep
 from bessemer.models import problems as models
 from bessemer.parallel import problems as parallel
@@ -36,6 +37,7 @@ ROOMS: tuple[Callable[[Job, ModelSpec | None, Machine | None], list[Problem]], .
     data.problems,
     train.problems,
     keep.problems,
+    inspect.problems,
 )
 """Every room's checks; they go as far as they can where the model or the machine couldn't be read (None)."""
 

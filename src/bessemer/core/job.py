@@ -25,6 +25,7 @@ from bessemer.core.recompute import PartName
 __all__ = [
     "Corpus",
     "DataSection",
+    "InspectSection",
     "Job",
     "KeepSection",
     "MachineSection",
@@ -151,6 +152,15 @@ class KeepSection(Frozen):
     lease_s: float | None = Field(default=None, gt=0)  # how long a host or a stopped rank may be silent; default: 1.5
 
 
+class InspectSection(Frozen):
+    dumps: int = Field(default=4, ge=0)  # faults of the run whose operator and inputs are kept for a replay; 0: none
+    dump_mb: float = Field(default=256.0, gt=0)  # of tensors in one dump, 10^6 bytes
+    redact: bool = False  # token ids and quoted texts don't go into dumps
+    trace_every: int = Field(default=0, ge=0)  # steps between those that torch's profiler records; 0: none
+    trace_on: Literal["none", "file", "signal"] = "none"  # what else has the next step recorded
+    traces: int = Field(default=4, gt=0)  # the newest that each rank keeps
+
+
 class MachineSection(Frozen):
     name: str = "cpu-local"  # or the path of a machine.toml
     gpus: int | None = Field(default=None, gt=0)  # must equal the world size when given
@@ -167,6 +177,7 @@ class Job(Frozen):
     train: TrainSection = TrainSection()
     precision: PrecisionSection = PrecisionSection()
     keep: KeepSection = KeepSection()
+    inspect: InspectSection = InspectSection()
     machine: MachineSection = MachineSection()
 
     @property
