@@ -1,0 +1,74 @@
+"""What a host grants to processes, and which software it has: limits, shared memory, ports, versions. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["Limits", "port_taken", "read_limits", "read_versions", "torch_versions"]
+
+_PACKAGES = ("bessemer", "torch", "numpy", "safetensors", "triton", "torch_musa")
+_DRIVERS = {
+    "nvidia driver": Path("/proc/driver/nvidia/version"),
+    "musa driver": Path("/proc/driver/mthreads/version"),
+}
+"""Where a loaded kernel module says its version; its first line counts."""
+
+Limits = dict[str, int]
+"""open_files, hard_open_files, shared_bytes (free in /dev/shm), locked_bytes, ports (that connections may leave by);
+-1: no limit. What the system doesn't tell is absent."""
+
+
+def read_limits() -> Limits:
+    """Of this process and host."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = {"open_files": soft, "hard_open_files": hard}
+    limits["locked_bytes"] = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    with contextlib.suppress(OSError):
+        room = os.statvfs("/dev/shm")
+        limits["shared_bytes"] = room.f_bavail * room.f_frsize
+    with contextlib.suppress(OSError, ValueError):
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+        limits["ports"] = int(high) - int(low) + 1
+    return limits
+
+
+def port_taken(port: int) -> bool:
+    """Whether another socket of this host listens on the TCP port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing don't count
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def read_versions(more: Mapping[str, str]) -> dict[str, str]:
+    """Name -> version of Python, packages, drivers and kernel; `more` is added."""
+    found = {"python": platform.python_version(), "kernel": platform.release(), "libc": " ".join(platform.libc_ver())}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    for name, file in _DRIVERS.items():
+        with contextlib.suppress(OSError):
+            found[name] = file.read_text(encoding="utf-8", errors="replace").splitlines()[0].strip()
+    return {**found, **more}
+
+
+def torch_versions() -> dict[str, str]:
+    """Of the libraries that this torch was built with and finds."""
+    import torch
+
+    found = {"torch": str(torch.__version__)}
+    if torch.version.cuda is not None:
+        found["cuda"] = str(torch.version.cuda)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    return found
