@@ -40,7 +40,7 @@ def _vote_all(m: Membership, *, but: tuple[int, ...] = ()) -> list[Message]:
 
 
 def _kinds(messages: list[Message]) -> set[tuple[int, str]]:
-    return {(message.group, message.record["kind"]) for message in messages}
+    return {(group, message.record["kind"]) for message in messages for group in message.groups}
 
 
 def _covered(shares: dict[int, list[int]]) -> bool:
@@ -271,7 +271,7 @@ class _Fleet:
             epoch = record.get("next") if record["kind"] == "commit" else record if record["kind"] == "epoch" else None
             now = epoch or {"epoch": record.get("epoch"), "step": record.get("step")}
             if record["kind"] != "released" and not record.get("finished"):
-                self.inbox.append((message.group, message.place, now))
+                self.inbox += [(group, place, now) for group in message.groups for place in message.places]
         if self.m.step != step:
             assert self.m.step == step + 1
             self.commits.append(self.m.step)

@@ -10,6 +10,7 @@ Connections begin as `links.py` says. Every message between ranks and coordinato
     agent <- event{event, fields}     what happened, for the run's records
     standby -> hello{proof, role: "standby"}   alive{}
     standby <- decision{decision}   alive{}   over{}     `takeover.py` says what follows
+    meet  -> hello{proof, role: "meet", meeting}         `meetings.py` says what follows
 
 The end of a rank's connection is its death, and that of its group. An agent that is silent for the lease takes the
 groups of its ranks with it. A coordinator that hears of a later term is replaced: it ends.
@@ -25,7 +26,8 @@ from dataclasses import replace
 from typing import Any
 
 from bessemer.keep.links import proof
-from bessemer.keep.membership import Membership, Report
+from bessemer.keep.meetings import Meetings
+from bessemer.keep.membership import Membership, Message, Report
 from bessemer.keep.switchboard import Peer, Switchboard
 from bessemer.keep.takeover import Decision, DecisionLog, Takeover
 from bessemer.keep.wire import pack
@@ -67,6 +69,7 @@ class Coordinator(Switchboard):
             self._takeover = Takeover(takes_over, m.block, m.steps, started=now, lease_s=lease_s)
         self._secret, self._lease_s = secret, lease_s
         self._ranks: dict[tuple[int, int], Peer] = {}
+        self._meetings = Meetings(self._send)
         self._decide_at: float | None = None
         self._force_at: float | None = None
         self._renew: tuple[float, int] | None = None  # when, and which epoch
@@ -83,8 +86,9 @@ class Coordinator(Switchboard):
         """Serve until the run has finished and all but standbys have gone, or a later term is heard of, or `until`
         says so."""
         while not until() and not self.superseded:
-            if self.finished and all(peer.role == "standby" for peer in self._peers):
-                for peer in self._peers:
+            standbys = self._with_role("standby")
+            if self.finished and len(standbys) == len(self._peers):
+                for peer in standbys:
                     self._send(peer, {"kind": "over"})
                 return
             self.turn(0.1)
@@ -123,6 +127,7 @@ class Coordinator(Switchboard):
 
     def _on_end(self, peer: Peer) -> None:
         self._part_from(peer)
+        self._meetings.gone(peer)
         if peer.role == "rank" and self._ranks.get((peer.group, peer.place)) is peer:
             del self._ranks[peer.group, peer.place]
             if self._takeover is not None:
@@ -137,6 +142,8 @@ class Coordinator(Switchboard):
             self._hello(peer, record)
         elif peer.role == "agent":
             self._from_agent(record)
+        elif peer.role == "meet":
+            self._meetings.take(peer, record)
         elif peer.role == "standby":
             if self._silent:
                 self._decide_soon(0.0)  # it still stands by
@@ -166,13 +173,15 @@ class Coordinator(Switchboard):
             str(record.get("proof", "")), proof(self._secret, peer.nonce)
         ):
             raise ValueError("a connection that doesn't know the run's secret")
-        peer.role = str(record["role"])
+        self._enrol(peer, str(record["role"]))
         if peer.role == "agent":
             peer.host = str(record["host"])
         elif peer.role == "standby":
             self._had_standby = True
             self._decide_soon(0.0)
             self._send(peer, {"kind": "decision", "decision": Decision.of(self.membership).record(None)})
+        elif peer.role == "meet":
+            self._meetings.come(peer, str(record["meeting"]))
         else:
             self._hello_of_rank(peer, record)
 
@@ -240,14 +249,15 @@ class Coordinator(Switchboard):
     def _check_leases(self, now: float) -> None:
         if now >= self._alive_at:
             self._alive_at = now + self._lease_s / 4
-            for peer in [p for p in self._peers if p.role == "standby"]:
+            for peer in self._with_role("standby"):
                 self._send(peer, {"kind": "alive"})
-        for peer in [p for p in self._peers if now - p.heard > self._lease_s]:
-            if peer.role == "standby":
+        for peer in self._with_role("standby"):
+            if now - peer.heard > self._lease_s:
                 self._on_end(peer)
-            elif peer.role == "agent":
+        for peer in self._with_role("agent"):
+            if now - peer.heard > self._lease_s:
                 self._part_from(peer)
-                others = [p for p in self._peers if p.role == "rank" and p.host == peer.host]
+                others = [p for p in self._with_role("rank") if p.host == peer.host]
                 self._silent |= {p.group for p in others}
                 self._silent_at = now
                 for other in others:
@@ -257,9 +267,11 @@ class Coordinator(Switchboard):
     def _cut_off(self) -> bool:
         """Whether this side may be the smaller one of two: at least half of the epoch's groups fell silent, of which
         nobody knows whether they live, and since then no standby has said that it still stands by."""
-        if not self._had_standby or 2 * len(self._silent & set(self._members)) < max(1, len(self._members)):
+        if not self._had_standby or not self._silent:
             return False
-        return not any(peer.role == "standby" and peer.heard > self._silent_at for peer in self._peers)
+        if 2 * len(self._silent & set(self._members)) < len(self._members):
+            return False
+        return not any(peer.heard > self._silent_at for peer in self._with_role("standby"))
 
     # ---- decisions
 
@@ -295,24 +307,28 @@ class Coordinator(Switchboard):
         epoch, step = before or (m.epoch, m.step)
         messages = m.decide(force=force)
         self._keep(m)
-        packed: dict[tuple[int, int], bytes] = {}
-        left: set[int] = set()
         for message in messages:
-            record, peer = message.record, self._ranks.get((message.group, message.place))
-            self.finished = self.finished or bool(record.get("finished"))
-            if record["kind"] == "released" and message.group not in left:
-                left.add(message.group)
-                self._tell_agents("left", group=message.group)
-            if peer is not None:
-                key = id(record), message.place if record.get("next") or record["kind"] == "epoch" else 0
-                if key not in packed:
-                    packed[key] = pack(self._with_addresses(record, message.place) | {"term": m.term})
-                self._post(peer, packed[key])
+            self._tell_ranks(message)
         self._force_at = (self._force_at or time.monotonic() + HOLD_S) if m.waiting else None
         if m.step != step:
             self._tell_agents("commit", step=m.step, epoch=epoch)
         if m.epoch != epoch:
             self._tell_agents("epoch", epoch=m.epoch, step=m.step, active=m.active, joining=m.joining, term=m.term)
+
+    def _tell_ranks(self, message: Message) -> None:
+        groups, places, record = message
+        self.finished = self.finished or bool(record.get("finished"))
+        for group in groups if record["kind"] == "released" else ():
+            self._tell_agents("left", group=group)
+        record = {**record, "term": self.membership.term}
+        epoch = record if record["kind"] == "epoch" else record.get("next")
+        frame = b"" if epoch and epoch["joins"] else pack(record)
+        for place in places:
+            own = frame or pack(self._with_addresses(record, place))
+            for group in groups:
+                peer = self._ranks.get((group, place))
+                if peer is not None:
+                    self._post(peer, own)
 
     def _keep(self, m: Membership) -> None:
         """A decision is with the log and the standbys before any member hears of it."""
@@ -326,7 +342,7 @@ class Coordinator(Switchboard):
             record = self._last.record(last)
             if self._log is not None:
                 self._log.write(record)
-            for peer in [p for p in self._peers if p.role == "standby"]:
+            for peer in self._with_role("standby"):
                 self._send(peer, {"kind": "decision", "decision": record})
 
     def _with_addresses(self, record: dict[str, Any], place: int) -> dict[str, Any]:
@@ -339,5 +355,5 @@ class Coordinator(Switchboard):
         return {**record, "joins": joins}
 
     def _tell_agents(self, event: str, **fields: Any) -> None:
-        for peer in [p for p in self._peers if p.role == "agent"]:
+        for peer in self._with_role("agent"):
             self._send(peer, {"kind": "event", "event": event, "fields": {"t": time.time(), **fields}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +36,8 @@ class Report:
 
 
 class Message(NamedTuple):
-    group: int
-    place: int
+    """One record for the ranks at these places of these groups. Ten thousand groups are told of a commit by one."""
+
+    groups: Sequence[int]
+    places: Sequence[int]
     record: dict[str, Any]

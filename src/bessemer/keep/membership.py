@@ -9,7 +9,7 @@ by nothing else.
     a group is lost:     epoch e + 1 for the same step: survivors keep what they have and take over what is missing
     planned changes:     a spare joins, a joiner becomes active, a group is released: at a commit, where nothing is lost
 
-Every method notes what happened; `decide` returns the messages that follow, each for one rank:
+Every method notes what happened; `decide` returns the messages that follow, each for ranks of some groups:
 
     epoch   {term, epoch, step, active, joining, shares: {group: [unit]}, joins: {group: {donor, step}}}
             step: how many are committed; a rank that stands one behind and has voted applies its sum first.
@@ -22,7 +22,7 @@ incarnation tells processes under the same name apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from bessemer.data.cursor import deal
@@ -54,7 +54,7 @@ class Membership:
         self.begun = False
         self._units_of = units_of
         self._joins: dict[int, tuple[int, int, int]] = {}  # joiner -> donor, its incarnation, the step of the snapshot
-        self._votes: dict[tuple[int, int], str] = {}
+        self._votes: list[dict[int, str]] = [{} for _ in range(block)]  # digests by place and group
         self._leavers: set[int] = set()
         self._names: dict[str, list[int]] = {}  # by state, as long as no group's changes
         self._voters = 0  # ranks whose votes the epoch needed when it was formed
@@ -97,7 +97,8 @@ class Membership:
         if group is None:
             group = self.groups[name] = Group(name, incarnation, step)
         if group.incarnation != incarnation or place in group.here or not 0 <= place < self.block:
-            self._tell(name, [place], {"kind": "fenced", "why": f"group {name} is another one by now"})
+            why = f"group {name} is another one by now"
+            self._out.append(Message((name,), (place,), {"kind": "fenced", "why": why}))
             return
         group.here.add(place)
         if group.step != step:
@@ -108,9 +109,11 @@ class Membership:
     def voted(self, name: int, place: int, epoch: int, step: int, digest: str) -> None:
         """A rank has the sum of step `step` (from 0) and would apply it. `digest`: of what all groups must have alike
         at this place. A vote for another epoch or step is of no account."""
+        if epoch != self.epoch or step != self.step:
+            return
         group = self.groups.get(name)
-        if group is not None and epoch == self.epoch and step == self.step and group.state in ("active", "joining"):
-            self._votes[name, place] = digest
+        if group is not None and group.state in ("active", "joining") and place in group.here:
+            self._votes[place][name] = digest
 
     def stuck(self, epoch: int) -> None:
         """A rank's sum failed: nobody need wait for its vote any more."""
@@ -134,7 +137,7 @@ class Membership:
             return
         self._forget(name)
         if group.state in ("active", "joining"):
-            whole = all((name, place) in self._votes for place in range(self.block))
+            whole = all(name in votes for votes in self._votes)
             self._held = whole and (self._held or not self._lost)
             self._lost.append(group)
 
@@ -149,8 +152,10 @@ class Membership:
     def decide(self, *, force: bool = False) -> list[Message]:
         """Messages that follow from what happened since. `force`: a step that might still come true by the votes of
         the survivors alone is waited for no longer."""
-        for name in [name for name in self._leavers if name in self.spare]:
-            self._release(name)
+        leavers = [name for name in self._leavers if self.groups[name].state == "spare"]
+        for name in leavers:
+            self._forget(name)
+        self._tell(leavers, {"kind": "released"})
         if not self.begun:
             self._begin()
         elif self._lost and not (self._held and not force and not self._all_voted()):
@@ -187,18 +192,13 @@ class Membership:
         self._leavers.discard(name)
         self._names.clear()
 
-    def _release(self, name: int) -> None:
-        self._forget(name)
-        self._tell(name, range(self.block), {"kind": "released"})
-
-    def _tell(self, name: int, places: Iterable[int], record: dict[str, Any]) -> None:
-        self._out += [Message(name, place, record) for place in places]
-
-    def _tell_members(self, record: dict[str, Any]) -> None:
-        for name in self.active + self.joining:
-            self._tell(name, range(self.block), record)
+    def _tell(self, names: Sequence[int], record: dict[str, Any]) -> None:
+        if names:
+            self._out.append(Message(names, range(self.block), record))
 
     def _begin(self) -> None:
+        if len(self.groups) < self.replicas:
+            return
         ready = [self.groups[name] for name in self.spare if self.groups[name].step is not None]
         if len(ready) < self.replicas:
             return
@@ -206,8 +206,8 @@ class Membership:
         if len(steps) > 1:
             shown = ", ".join(f"group {g.name} at step {g.step}" for g in ready)
             text = f"the groups don't start from the same state: {shown}"
-            for group in ready:
-                self._tell(group.name, range(self.block), {"kind": "failed", "code": "start-differs", "message": text})
+            names = [group.name for group in ready]
+            self._tell(names, {"kind": "failed", "code": "start-differs", "message": text})
             return
         self.step = next(iter(steps)) or 0
         self.begun = True
@@ -222,8 +222,7 @@ class Membership:
 
     def _strand(self) -> None:
         text = "no group is left that holds the state"
-        for name in self.joining + self.spare:
-            self._tell(name, range(self.block), {"kind": "failed", "code": "stranded", "message": text})
+        self._tell(self.joining + self.spare, {"kind": "failed", "code": "stranded", "message": text})
 
     def _share_out(self, kept: dict[int, list[int]], missing: list[int]) -> None:
         """The groups keep what they have of the step, and share out what is missing."""
@@ -254,26 +253,26 @@ class Membership:
 
     def _all_voted(self) -> bool:
         if not self._lost:
-            return 0 < self._voters == len(self._votes)  # none of them is of a group that is gone
+            return 0 < self._voters == sum(map(len, self._votes))  # none of them is of a group that is gone
         members = self.active + self.joining
-        return bool(members) and all((name, place) in self._votes for name in members for place in range(self.block))
+        return bool(members) and all(votes.keys() >= set(members) for votes in self._votes)
 
     def _commit(self, *, always_epoch: bool = False) -> None:
         wrong = self._outvoted()
         if wrong is None:
             text = f"the groups don't agree on the sum of step {self.step + 1}, and no majority says which is right"
-            self._tell_members({"kind": "failed", "code": "sums-differ", "message": text})
+            self._tell(self.active + self.joining, {"kind": "failed", "code": "sums-differ", "message": text})
             return
         if wrong:
+            why = f"its sum of step {self.step + 1} differs from that of the majority"
+            self._tell(wrong, {"kind": "fenced", "why": why})
             for name in wrong:
-                why = f"its sum of step {self.step + 1} differs from that of the majority"
-                self._tell(name, range(self.block), {"kind": "fenced", "why": why})
                 self.lost(name, self.groups[name].incarnation)
             self._held = False
             self._settle_losses()
             return
         self.step += 1
-        self._votes.clear()
+        self._forget_votes()
         before = self.active + self.joining
         finished = self.step >= self.steps
         changed = not finished and self._change_members()
@@ -282,19 +281,23 @@ class Membership:
         record |= {"finished": finished, "next": None}
         if changed or always_epoch:
             record["next"] = self._next_epoch()
-        for name in before:
-            self._tell(name, range(self.block), record)
-        for name in [n for n in before if n in self.groups and self.groups[n].state == "spare"]:
-            self._release(name)
+        self._tell(before, record)
+        if changed:
+            released = [name for name in before if self.groups[name].state == "spare"]
+            for name in released:
+                self._forget(name)
+            self._tell(released, {"kind": "released"})
         if record["next"] is not None:
-            for name in [n for n in self.joining if n not in before]:
-                self._tell(name, range(self.block), record["next"])
+            known = set(before)
+            self._tell([name for name in self.joining if name not in known], record["next"])
 
     def _outvoted(self) -> list[int] | None:
         """Groups with another digest than most have at the same place; None where no strict majority agrees."""
         wrong: set[int] = set()
-        for place in range(self.block):
-            digests = {name: self._votes[name, place] for name in self.active + self.joining}
+        for votes in self._votes:
+            if len(set(votes.values())) == 1:
+                continue
+            digests = {name: votes[name] for name in self.active + self.joining}  # not of those that were lost
             kinds = set(digests.values())
             if len(kinds) == 1:
                 continue
@@ -314,7 +317,7 @@ class Membership:
                 changed = True
         active = self.active
         left = len(active)
-        for name in reversed(active):
+        for name in reversed(active) if self._leavers or left > self.replicas else ():
             group = self.groups[name]
             if left > 1 and (group.leaving or left > self.replicas):
                 self._set(name, "spare")  # until the commit has told it
@@ -327,11 +330,16 @@ class Membership:
         return changed
 
     def _form_epoch(self) -> None:
-        self._tell_members(self._next_epoch())
+        record = self._next_epoch()
+        self._tell(self.active + self.joining, record)
+
+    def _forget_votes(self) -> None:
+        for votes in self._votes:
+            votes.clear()
 
     def _next_epoch(self) -> dict[str, Any]:
         self.epoch += 1
-        self._votes.clear()
+        self._forget_votes()
         active = self.active
         for i, name in enumerate(self.joining):
             donor, incarnation, _ = self._joins.get(name, (-1, -1, 0))

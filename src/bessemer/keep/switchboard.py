@@ -41,6 +41,7 @@ class Switchboard:
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
         self._peers: set[Peer] = set()
+        self._by_role: dict[str, set[Peer]] = {}
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -59,6 +60,14 @@ class Switchboard:
 
     def _on_nonsense(self, error: Exception) -> None:
         raise NotImplementedError
+
+    def _enrol(self, peer: Peer, role: str) -> None:
+        """Its hello says what it is. Roles are looked up, not searched for: ranks may be ten thousand."""
+        peer.role = role
+        self._by_role.setdefault(role, set()).add(peer)
+
+    def _with_role(self, role: str) -> list[Peer]:
+        return list(self._by_role.get(role, ()))
 
     def _listen(self, timeout_s: float) -> None:
         for key, mask in self._selector.select(timeout_s):
@@ -100,6 +109,16 @@ class Switchboard:
         self._post(peer, pack(record))
 
     def _post(self, peer: Peer, frame: bytes) -> None:
+        if not peer.out:
+            try:
+                sent = peer.link.send(frame)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return  # its end is seen when it is read from
+            if sent == len(frame):
+                return
+            frame = frame[sent:]
         peer.out.append(frame)
         self._flush(peer)
 
@@ -123,5 +142,6 @@ class Switchboard:
     def _part_from(self, peer: Peer) -> None:
         if peer in self._peers:
             self._peers.remove(peer)
+            self._by_role.get(peer.role, set()).discard(peer)
             self._selector.unregister(peer.link)
             peer.link.close()

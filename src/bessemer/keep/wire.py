@@ -48,6 +48,8 @@ class Frames:
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
         """The records that `data` completes, in order. Raises WireError for anything that is not a JSON object."""
+        if not self._rest and len(data) > _LENGTH.size and _LENGTH.unpack_from(data)[0] == len(data) - _LENGTH.size:
+            return [_parse(data[_LENGTH.size :])]  # one whole frame, as nearly all are
         self._rest += data
         records: list[dict[str, Any]] = []
         at = 0
@@ -66,7 +68,7 @@ class Frames:
 
 def _parse(body: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(body)
+        record = json.loads(body.decode())
     except ValueError as error:
         raise WireError(f"a frame is not JSON: {error}") from error
     if not isinstance(record, dict):
