@@ -7,11 +7,10 @@ import importlib.metadata
 import os
 import platform
 import resource
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Limits", "port_taken", "read_limits", "read_versions", "torch_versions"]
+__all__ = ["Limits", "read_limits", "read_versions", "torch_versions"]
 
 _PACKAGES = ("bessemer", "torch", "numpy", "safetensors", "triton", "torch_musa")
 _DRIVERS = {
@@ -37,17 +36,6 @@ def read_limits() -> Limits:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
         limits["ports"] = int(high) - int(low) + 1
     return limits
-
-
-def port_taken(port: int) -> bool:
-    """Whether another socket of this host listens on the TCP port."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing don't count
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return True
-    return False
 
 
 def read_versions(more: Mapping[str, str]) -> dict[str, str]:
