@@ -13,23 +13,28 @@ from dataclasses import dataclass
 from bessemer.inspect.landing_remains import clock_text
 from bessemer.runtime.blackbox import Blackbox, Operation
 
-__all__ = ["Hang", "find_hang"]
+__all__ = ["Hang", "doing_text", "find_hang"]
 
 LATE_S = 30.0
 """A rank that comes so long after all others held them up. Clocks of hosts differ by far less."""
+
+_Way = tuple[str, int] | None
+"""Of messages: whether they are sent or received, and the other end. None for collectives."""
 
 
 @dataclass(frozen=True)
 class Hang:
     """kind: "absent" (`ranks` didn't arrive), "order" (ranks wait for each other in different operations), "differs"
     (the same operation with different kinds or sizes) or "stuck" (all arrived). since_t: unix seconds since when the
-    first of the waiting ranks has waited. The operation is that at which most wait."""
+    first of the waiting ranks has waited. at: the operation at which the first of absent `ranks` was waited for first,
+    in words."""
 
     kind: str
     ranks: tuple[int, ...]
     waiting: tuple[int, ...]
     since_t: float
     evidence: tuple[str, ...]
+    at: str = ""
 
 
 def find_hang(boxes: Sequence[Blackbox]) -> Hang | None:
@@ -40,12 +45,18 @@ def find_hang(boxes: Sequence[Blackbox]) -> Hang | None:
     if not waits:
         return None
     since_t = min(by_rank[rank].wall_s(_since_s(operation)) for rank, operation in waits.items())
-    missing = {rank: _missing(rank, operation, by_rank) for rank, operation in waits.items()}
-    absent = sorted({who for of in missing.values() for who in of if who not in waits})
+    progress = _Progress(by_rank)
+    missing = {rank: progress.missing(rank, operation) for rank, operation in waits.items()}
+    shared = {id(of): of for of in missing.values()}  # those that wait for the same have the same list
+    absent = sorted({who for of in shared.values() for who in of if who not in waits})
     if absent:
-        lines = [_waiting_text(by_rank[r], op, missing[r]) for r, op in sorted(waits.items()) if missing[r]]
-        doing = [_doing_text(by_rank.get(rank), rank) for rank in absent]
-        return Hang("absent", tuple(absent), tuple(sorted(waits)), since_t, (*doing, *lines[:8]))
+        first = sorted(
+            (by_rank[r].wall_s(_since_s(op)), len(op.group.ranks), r) for r, op in waits.items() if missing[r]
+        )
+        lines = [_waiting_text(by_rank[r], waits[r], missing[r]) for _, _, r in first[:8]]
+        doing = [doing_text(by_rank.get(rank), rank) for rank in absent]
+        at = next(_what(waits[r]) for _, _, r in first if absent[0] in missing[r])
+        return Hang("absent", tuple(absent), tuple(sorted(waits)), since_t, (*doing, *lines), at)
     lines = [_waiting_text(by_rank[r], op, missing[r]) for r, op in sorted(waits.items())]
     if any(missing.values()):
         return Hang("order", tuple(sorted(waits)), tuple(sorted(waits)), since_t, tuple(lines[:8]))
@@ -67,28 +78,47 @@ def _since_s(operation: Operation) -> float:
     return operation.enqueue_s if operation.wait_s is None else operation.wait_s
 
 
-def _missing(rank: int, operation: Operation, by_rank: dict[int, Blackbox]) -> list[int]:
-    """The ranks of an operation that haven't come to it."""
-    others = [operation.peer] if operation.peer is not None else [r for r in operation.group.ranks if r != rank]
-    return [who for who in others if _last_order(by_rank.get(who), operation, rank) < operation.order]
+class _Progress:
+    """How far each rank has come in each group. Read from the boxes once, since every rank of a fleet may ask."""
 
+    def __init__(self, boxes: dict[int, Blackbox]) -> None:
+        self._boxes = boxes
+        self._names: dict[tuple[str, tuple[int, ...]], int] = {}  # by which a group is the same in all boxes
+        self._known: dict[int, int] = {}  # the same by the identity of a group, which its box keeps alive
+        self._last: dict[tuple[int, _Way, int], tuple[int, int]] = {}
+        self._missing: dict[tuple[int, int], list[int]] = {}
+        for rank, box in boxes.items():
+            for o in box.operations:
+                key = self._name(o), None if o.peer is None else (o.operation, o.peer), rank
+                # of a group that was made anew, whose order starts again, only the newest counts
+                self._last[key] = max(self._last.get(key, (0, 0)), (o.group.number, o.order))
 
-def _last_order(box: Blackbox | None, operation: Operation, by: int) -> float:
-    """How far a rank has come in the group (or, for a message, in that direction to `by`); 0: not at all."""
-    if box is None:
-        return 0
-    name, ranks = operation.group.name, sorted(operation.group.ranks)
-    other_end = {"send": "recv", "recv": "send"}.get(operation.operation)
-    same = [
-        o for o in box.operations
-        if o.group.name == name and sorted(o.group.ranks) == ranks
-        and ((o.peer is None) if operation.peer is None else (o.operation == other_end and o.peer == by))
-    ]  # fmt: skip
-    newest = max((o.group.number for o in same), default=0)
-    orders = [o.order for o in same if o.group.number == newest]
-    if not orders and box.operations and box.operations[0].number > 1:
-        return math.inf  # its ring has lost them: nothing is known
-    return max(orders, default=0)
+    def missing(self, rank: int, operation: Operation) -> list[int]:
+        """The ranks of an operation at which `rank` waits that haven't come to it."""
+        group = self._name(operation)
+        if operation.peer is not None:
+            other_end = {"send": "recv", "recv": "send"}[operation.operation]
+            come = self._come(group, (other_end, rank), operation.peer)
+            return [operation.peer] if come < operation.order else []
+        key = group, operation.order
+        if key not in self._missing:
+            who = operation.group.ranks
+            self._missing[key] = [r for r in who if self._come(group, None, r) < operation.order]
+        return self._missing[key]
+
+    def _come(self, group: int, way: _Way, who: int) -> float:
+        """The last order of `who` in the group, or in that direction; 0: not at all."""
+        last, box = self._last.get((group, way, who)), self._boxes.get(who)
+        if last is None and box is not None and box.operations and box.operations[0].number > 1:
+            return math.inf  # its ring has lost them: nothing is known
+        return 0 if last is None else last[1]
+
+    def _name(self, operation: Operation) -> int:
+        group = operation.group
+        if id(group) not in self._known:
+            name = group.name, tuple(sorted(group.ranks))
+            self._known[id(group)] = self._names.setdefault(name, len(self._names))
+        return self._known[id(group)]
 
 
 def _late(waits: dict[int, Operation], by_rank: dict[int, Blackbox]) -> tuple[int, float] | None:
@@ -121,7 +151,8 @@ def _what(operation: Operation) -> str:
     return f"{operation.operation} number {operation.order} of {group}"
 
 
-def _doing_text(box: Blackbox | None, rank: int) -> str:
+def doing_text(box: Blackbox | None, rank: int) -> str:
+    """What a rank was doing last, as its black box says."""
     if box is None:
         return f"rank {rank} left no black box of this attempt"
     phases = box.open_phases()
