@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from bessemer.api._launch import Launched, launch
     from bessemer.api._ledger import ledger
     from bessemer.api._scale import Scaled, scale
+    from bessemer.api._takeoff import takeoff
     from bessemer.api._train import Trained, train
 
 __all__ = [
     "GROUPS", "VERBS", "CheckResult", "EvalResult", "Launched", "Scaled", "Served", "Trained", "chaos", "check",
-    "coordinator", "eval", "export", "generate", "lab", "landing", "launch", "ledger", "plan", "scale", "train",
+    "coordinator", "eval", "export", "generate", "lab", "landing", "launch", "ledger", "plan", "scale", "takeoff",
+    "train",
 ]  # fmt: skip
 
 VERBS: dict[str, str] = {
     "check": "bessemer.api._check",
+    "takeoff": "bessemer.api._takeoff",
     "train": "bessemer.api._train",
     "eval": "bessemer.api._eval",
     "generate": "bessemer.api._generate",

@@ -41,6 +41,7 @@ class RunSection(Frozen):
     dir: str = "runs"  # the run folder is dir/name
     resume: str = "auto"  # "auto" | "never" | the path of a checkpoint folder (step-N)
     tensorboard: bool = False
+    takeoff: Literal["auto", "always", "never"] = "auto"  # the short check before training; auto: on several hosts
 
     @property
     def folder(self) -> Path:

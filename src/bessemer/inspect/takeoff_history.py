@@ -17,12 +17,20 @@ from bessemer.core.errors import DataError
 from bessemer.core.paths import user_path
 from bessemer.inspect.takeoff_compare import majority
 from bessemer.inspect.takeoff_records import Fleet
-from bessemer.inspect.takeoff_rules import relative_rates
 from bessemer.inspect.takeoff_verdict import Finding
 from bessemer.keep.records import RecordWriter, read_records, write_atomically
 
-__all__ = ["HostLine", "History", "checksums_after", "checksums_file", "host_lines", "read_checksums", "standing",
-           "write_checksums"]  # fmt: skip
+__all__ = [
+    "History",
+    "HostLine",
+    "checksums_after",
+    "checksums_file",
+    "host_lines",
+    "own_rates",
+    "read_checksums",
+    "standing",
+    "write_checksums",
+]
 
 Standing = Literal["in service", "quarantined"]
 _MOST_CHECKSUMS = 512
@@ -53,14 +61,14 @@ def standing(results: Iterable[bool | None], *, bad: int, good: int) -> Standing
 
 @dataclass(frozen=True)
 class HostLine:
-    """One host in one check. `rates`: by device and format, operations/s relative to the fleet of that check."""
+    """One host in one check. `rates`: operations/s of its slowest rank, by format. `wrong`: an answer was wrong."""
 
     t: float
     host: str
     bad: bool
     wrong: bool
     what: list[str]
-    rates: dict[str, dict[str, float]]
+    rates: dict[str, float]
 
     @property
     def result(self) -> bool | None:
@@ -68,15 +76,24 @@ class HostLine:
         return None if self.wrong else self.bad
 
 
+def own_rates(fleet: Fleet) -> dict[str, dict[str, float]]:
+    """Host -> format -> operations/s of its slowest rank."""
+    rates: dict[str, dict[str, float]] = {state.host: {} for state in fleet.hosts}
+    for state in fleet.ranks:
+        own = rates[fleet.host_of(state.rank)]
+        for product in state.products:
+            if product.rate:
+                own[product.format] = min(product.rate, own.get(product.format, product.rate))
+    return rates
+
+
 def host_lines(fleet: Fleet, findings: Sequence[Finding], t: float) -> list[HostLine]:
-    """A line for each host of a check."""
-    shares = relative_rates(fleet)
+    """A line for each host of a check. t: unix seconds."""
     lines = []
-    for state in fleet.hosts:
-        own = [finding for finding in findings if finding.host == state.host and finding.bad]
-        rates = {name: found for name, found in shares.items() if name.partition(" rank ")[0] == state.host}
+    for host, rates in own_rates(fleet).items():
+        own = [finding for finding in findings if finding.host == host and finding.bad]
         wrong = any(finding.check == "answer" for finding in own)
-        lines.append(HostLine(t, state.host, bool(own), wrong, [f"{f.check}: {f.what}" for f in own], rates))
+        lines.append(HostLine(t, host, bool(own), wrong, [f"{f.check}: {f.what}" for f in own], rates))
     return lines
 
 

@@ -53,8 +53,8 @@ def _about(fleet: Fleet) -> list[str]:
 
 def _hosts(fleet: Fleet, verdict: Verdict) -> Table:
     formats = [p.format for p in fleet.ranks[0].products if not p.absent]
-    title = "products in operations/s: the slowest rank of the host, and the change from start to end"
-    table = Table("host", *formats, "load", "copy", "disk", "clock", "", title=title, title_justify="left", box=None,
+    title = "products in operations/s: the slowest rank of the host, drift: from start to end"
+    table = Table("host", *formats, "drift", "copy", "disk", "clock", "", title=title, title_justify="left", box=None,
                   title_style="dim", pad_edge=False)  # fmt: skip
     listed = sorted(fleet.hosts, key=lambda state: state.host not in verdict.bad)[:_MOST_HOSTS]
     for state in (s for s in fleet.hosts if s in listed):

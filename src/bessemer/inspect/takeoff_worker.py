@@ -16,13 +16,14 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
+from bessemer.comm import collectives as comm
 from bessemer.core.errors import RequestError
 from bessemer.core.model import Frozen
 from bessemer.inspect.takeoff_exchange import measure_clocks, measure_collectives, measure_pairs
@@ -33,15 +34,15 @@ from bessemer.runtime.device import Device, pick_device
 
 __all__ = ["Site", "check", "main"]
 
-JOIN_S, GROUP_S = 120.0, 30.0
-"""How long ranks may start apart, and how long one message may take."""
+GROUP_S = 30.0
+"""How long one message may take."""
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
 class Site:
     """Where this rank is, and how it reaches the others. `folder`: of a check on one host; the one who started the
-    ranks leaves word there of those that ended."""
+    ranks leaves word there of those that ended. `join_s`: how long ranks may start apart."""
 
     store: Any
     rank: int
@@ -49,6 +50,11 @@ class Site:
     local_rank: int
     local_world_size: int
     folder: Path | None = None
+    join_s: float = 90.0
+
+    def of_round(self, number: int) -> Site:
+        """The same place with keys of its own, for a check that is repeated."""
+        return replace(self, store=PrefixStore(f"round-{number}", self.store))
 
     def put(self, key: str, record: Frozen) -> None:
         self.store.set(f"{key}/{self.rank}", record.model_dump_json())
@@ -96,9 +102,9 @@ def check(request: Request, site: Site) -> Fleet | None:
     site.put("rank", check_rank(request, device, place))
     if site.local_rank == 0:
         site.put("host", check_host(request, "", range(site.rank, site.rank + site.local_world_size)))
-    limit_s = JOIN_S + 3 * effort_of(request).seconds
+    limit_s = site.join_s + 3 * effort_of(request).seconds
     if site.rank > 0:
-        told = site.hear("hosts", limit_s + JOIN_S)
+        told = site.hear("hosts", limit_s + site.join_s)
         if told:  # empty: somebody is missing, and nothing more is measured
             site.put("exchanged", _exchange(device, site, request, json.loads(told)))
         return None
@@ -154,6 +160,7 @@ def _exchange(device: Device, site: Site, request: Request, hosts: Sequence[Sequ
         clocks = measure_clocks(device, site.rank, [ranks[0] for ranks in hosts])
         sums = tuple(measure_collectives(device, site.rank, site.world_size))
         dist.destroy_process_group()
+        comm.reset_collected()  # training counts its own
     except RuntimeError as error:  # of a peer that is gone, or that doesn't answer in time
         return Exchanged(error=str(error).strip().splitlines()[0][:200])
     told = sums if site.rank == 0 else tuple(found for found in sums if found.fault)
