@@ -1,16 +1,21 @@
-"""Naming the first bad tensor when a loss or a gradient norm isn't finite; runs on all ranks, before the update.
+"""Naming the first bad tensor when a loss or a gradient norm isn't finite, and the operator that made it; runs on all
+ranks, before the update.
 
 First in the order of computing: in the forward pass the first output, or input x of a projection; in backward the
-gradient that is latest in the model, since whatever lies before it is made of it.
+gradient that is latest in the model, since whatever lies before it is made of it. The operator is found by running the
+passes again and watching every one. What doesn't come again was not the data's or the code's doing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from bessemer import ops
 from bessemer.core.errors import NonFinite
 from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
@@ -18,12 +23,28 @@ from bessemer.models.canonical import held, local, shapes
 from bessemer.models.parts import Projection
 from bessemer.parallel.data import DataParallel
 from bessemer.parallel.mesh import Mesh
+from bessemer.runtime.first_bad import Call, FirstBad
+from bessemer.train.dumps import Fault
 from bessemer.train.passes import Batch, Contribution, Passes
 
 __all__ = ["stop_non_finite"]
 
 _LATEST = 1 << 40
 """Above any number of submodules that a forward pass runs."""
+PARAMETER, FORWARD, GRADIENT, SUM = 4, 3, 2, 1
+_NOT_AGAIN = ", and no pass gives a bad value when it is run again"
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What is bad on a rank. severity: PARAMETER, FORWARD, GRADIENT, SUM (over ranks, or nothing here); order: how far
+    into the pass; micro: the first micro-batch that shows it; bad: the tensors, by name."""
+
+    severity: int
+    order: int
+    text: str
+    micro: int | None = None
+    bad: Mapping[str, Tensor] | None = None
 
 
 def stop_non_finite(
@@ -32,45 +53,117 @@ def stop_non_finite(
     """Raise `NonFinite` on every rank, naming the guilty rank and its first bad tensor. `step` counts from 0.
 
     A bad parameter explains a bad activation, which explains a bad gradient, and what is bad spreads to the ranks that
-    compute later; so the rank with the earliest cause is named, the lowest one among equals.
+    compute later; so the rank with the earliest cause is named, the lowest one among equals. That rank keeps what it
+    saw for a replay, where the job has dumps.
     """
-    severity, order, text = _diagnose(parallel, passes, mine)
-    ranks = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
-    ranks[mesh.rank] = severity * _LATEST - order
-    found = mesh.sum_over_world(ranks).tolist()
-    guilty = found.index(max(found))
-    text = mesh.broadcast_text(text, guilty)
+    finding = _diagnose(parallel, passes, mine)
+    guilty, severity = _elect(mesh, finding.severity * _LATEST - finding.order)
+    text, where = finding.text, ""
+    call: Call | None = None
+    again: dict[str, bool] = {}
+    if severity < PARAMETER:
+        call, micro, again = _watched(passes, mesh, mine.batches, guilty, backward=severity < FORWARD)
+        if severity == SUM:  # of sharded gradients only the sum is left: who made it shows only now
+            guilty, _ = _elect(mesh, int(call is not None and not call.arrives))
+        text += _made_by(call) if call is not None or severity >= FORWARD or not mine.batches else _NOT_AGAIN
+        finding = _Finding(severity, 0, text, micro if finding.micro is None else finding.micro, finding.bad)
+    if mesh.rank == guilty and passes.dumps is not None:
+        batch = None if finding.micro is None else mine.batches[finding.micro]
+        fault = Fault(step, text, call, finding.micro, batch, dict(finding.bad or {}), again)
+        where = passes.dumps.non_finite(passes, fault)
+    text, where = mesh.broadcast_text(text, guilty), mesh.broadcast_text(where, guilty)
     first, last = job.samples_before(step), job.samples_before(step + 1) - 1
+    fix = "a lower train.lr or more train.warmup_steps, or look at these samples; what is saved is from before"
     raise NonFinite(
         f"{text} (samples {first} to {last}); nothing was updated",
-        fix="a lower train.lr or more train.warmup_steps, or look at these samples; what is saved is from before",
+        fix=fix + (f"; `bessemer landing --replay {where}` runs it again" if where else ""),
         rank=guilty,
         step=step + 1,
     )
 
 
-def _diagnose(parallel: DataParallel, passes: Passes, mine: Contribution) -> tuple[int, int, str]:
-    """(severity, how far into the pass, what is bad on this rank): 4 a parameter, 3 the forward pass, 2 a gradient, 1
-    the sum over ranks, or nothing here."""
+def _elect(mesh: Mesh, score: int) -> tuple[int, int]:
+    """(the lowest rank with the highest score, its severity if scores are those of findings)."""
+    ranks = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
+    ranks[mesh.rank] = score
+    found = mesh.sum_over_world(ranks).tolist()
+    return found.index(max(found)), -(-max(found) // _LATEST)
+
+
+def _diagnose(parallel: DataParallel, passes: Passes, mine: Contribution) -> _Finding:
+    """What is bad on this rank, the earliest cause of it."""
     module = parallel.module
-    parameter = _first_bad((n, local(p.detach())) for n, p in module.named_parameters())
+    named = dict(module.named_parameters())
+    parameter = _first_bad((n, local(p.detach())) for n, p in named.items())
     # every rank runs this, also a clean one: a forward pass may be collective
-    outputs = [bad for batch in mine.batches if (bad := _first_bad_output(passes, batch))]
+    outputs = [(at, *bad) for at, batch in enumerate(mine.batches) if (bad := _first_bad_output(passes, batch))]
     if parameter is not None:
-        return 4, 0, f"parameter {parameter} is not finite"
+        shown = {f"weight.{parameter}": local(named[parameter].detach())}
+        return _Finding(PARAMETER, 0, f"parameter {parameter} is not finite", bad=shown)
     if passes.knows_loss and float(mine.weight_sum) == 0:
-        return 3, 0, "no token of this rank's samples counts towards the loss"
+        return _Finding(FORWARD, 0, "no token of this rank's samples counts towards the loss")
     if outputs:
-        order, name = outputs[0]
-        return 3, order, f"{name} is not finite"
+        at, order, name = outputs[0]
+        return _Finding(FORWARD, order, f"{name} is not finite", at)
     kept = parallel.local_gradients()
-    gradient = _latest_bad(module, {n: kept[p] for n, p in module.named_parameters() if p in kept})
-    if gradient is not None:
-        return 2, gradient[0], f"the gradient of {gradient[1]} is not finite"
-    summed = _latest_bad(module, {n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+    local_bad = _latest_bad(module, {n: kept[p] for n, p in named.items() if p in kept})
+    if local_bad is not None:
+        order, name, param = local_bad
+        shown = {f"gradient.{param}": kept[named[param]].clone()}
+        return _Finding(GRADIENT, order, f"the gradient of {name} is not finite", bad=shown)
+    summed = _latest_bad(module, {n: p.grad for n, p in named.items() if p.grad is not None})
     if summed is None:
-        return 1, _LATEST - 1, "the summed loss is not finite"
-    return 1, summed[0], f"the summed gradient of {summed[1]} is not finite"
+        return _Finding(SUM, _LATEST - 1, "the summed loss is not finite")
+    order, name, param = summed
+    grad = named[param].grad
+    assert grad is not None
+    shown = {f"gradient.{param}": local(grad).clone()}
+    return _Finding(SUM, order, f"the summed gradient of {name} is not finite", bad=shown)
+
+
+def _watched(
+    passes: Passes, mesh: Mesh, batches: list[Batch], guilty: int, *, backward: bool
+) -> tuple[Call | None, int | None, dict[str, bool]]:
+    """(what made the bad value here, in which micro-batch, whether it came again by the kind of operators). With the
+    reference operators, which torch dispatches and so are seen; where they show nothing, with those of the run."""
+    again: dict[str, bool] = {}
+    for kind in ("reference", "native"):
+        call, micro = _rerun(passes, batches, kind, backward=backward)
+        again[kind] = call is not None
+        seen = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
+        seen[mesh.rank] = call is not None
+        ranks = mesh.sum_over_world(seen).tolist()
+        if ranks[guilty] or (backward and any(ranks)):
+            break
+    return call, micro, again
+
+
+def _rerun(passes: Passes, batches: list[Batch], kind: str, *, backward: bool) -> tuple[Call | None, int | None]:
+    """Run all units again, as every rank of the replica does, and watch until a bad value is found."""
+    found: tuple[Call | None, int | None] = None, None
+    each = passes.unit_micro_batches if backward else 1
+    reference = ops.use("reference") if kind == "reference" else nullcontext()
+    with reference, torch.compiler.set_stance("force_eager"):
+        for first in range(0, len(batches), each):
+            with FirstBad(passes.module) if found[0] is None else nullcontext() as watch:
+                if backward:
+                    passes.again(batches[first : first + each])
+                else:
+                    passes.key_draws(batches[first])
+                    passes.forward(batches[first])
+            if watch is not None and watch.culprit is not None:
+                found = watch.culprit, first
+    return found
+
+
+def _made_by(call: Call | None) -> str:
+    """The end of the sentence: who made it."""
+    if call is None:
+        return ""
+    where = (f" of {call.module}" if call.module else "") + (", backward" if call.backward else "")
+    if call.arrives:
+        return f", made by a native kernel before {call.operator}{where}"
+    return f", made by {call.operator}{where}"
 
 
 def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
@@ -80,8 +173,8 @@ def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
     return None
 
 
-def _latest_bad(module: nn.Module, gradients: Mapping[str, torch.Tensor]) -> tuple[int, str] | None:
-    """(how far into the backward pass, name) of the non-finite gradient that is latest in the model."""
+def _latest_bad(module: nn.Module, gradients: Mapping[str, torch.Tensor]) -> tuple[int, str, str] | None:
+    """(how far into the backward pass, name, parameter) of the non-finite gradient that is latest in the model."""
     spec: ModelSpec = module.spec  # type: ignore[assignment]
     order = {name: place for place, name in enumerate(reversed(list(shapes(spec))))}
     bad = [h.piece for h in held(module, gradients) if not bool(torch.isfinite(h.tensor).all())]
@@ -90,8 +183,8 @@ def _latest_bad(module: nn.Module, gradients: Mapping[str, torch.Tensor]) -> tup
     first = min(bad, key=lambda piece: order[piece.name])
     owner, _, kind = first.param.rpartition(".")
     if kind != "weight" or not isinstance(module.get_submodule(owner), Projection):
-        return order[first.name], first.param
-    return order[first.name], f"{first.param} (role grad of {first.name.removesuffix('.weight')})"
+        return order[first.name], first.param, first.param
+    return order[first.name], f"{first.param} (role grad of {first.name.removesuffix('.weight')})", first.param
 
 
 def _first_bad_output(passes: Passes, batch: Batch) -> tuple[int, str] | None:

@@ -191,6 +191,7 @@ class ElasticLoop(Loop):
 
     def _apply(self, step: int, work: _Work, total: Buffers) -> StepResult:
         self._units = len(work.kept.units), len(units_of_step(self.job, step))
+        self._runs(list(work.kept.units))
         mine, stop = work.kept.give(total)
         return self.parts.step.commit(step, mine, work.start, stop)
 
@@ -263,6 +264,7 @@ class ElasticLoop(Loop):
             batches = (to_tensors(batch, self.parts.mesh.device) for batch in reader)
             for unit in todo:
                 stop = self.reporter.stop_requested
+                self._runs([unit])
                 mine = passes.run(batches, each, step)
                 with passes.phases("comm_s"):
                     parallel.finish()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from bessemer.models.canonical import local
 from bessemer.train.optim import Optimizer
-from bessemer.train.passes import Contribution
+from bessemer.train.passes import Batch, Contribution
 
 __all__ = ["FRACTION_BITS", "Buffers", "Kept"]
 
@@ -67,6 +67,8 @@ class Kept:
         amax = 0 if like.amax is None else like.amax.numel()
         self.units: list[int] = []
         """Those that are in here."""
+        self.batches: list[Batch] = []
+        """Their micro-batches."""
         self.buffers = Buffers(
             torch.zeros(sum(self._sizes), dtype=narrow, device=device),
             torch.zeros(4 + load, dtype=wide, device=device),
@@ -93,6 +95,7 @@ class Kept:
             b.loose += mine.watch.summed()
         torch.maximum(b.maxima, _maxima(mine, b.maxima), out=b.maxima)
         self.units.append(unit)
+        self.batches += mine.batches
 
     def _add(self, into: Tensor, gradient: Tensor) -> bool:
         """Whether it isn't finite, or beyond what the fixed point holds; then nothing of it is added."""
@@ -114,7 +117,7 @@ class Kept:
             param.grad = _like(param, view)
         sums = total.sums.double() * 2.0**-_SUM_BITS if self.exact else total.sums
         loss, weight, stop, bad = sums[:4].tolist()
-        mine = Contribution(loss_sum=float("nan") if bad else loss, weight_sum=weight)
+        mine = Contribution(loss_sum=float("nan") if bad else loss, weight_sum=weight, batches=self.batches)
         if self._like.expert_load is not None:
             mine.expert_load = sums[4:].round().view_as(self._like.expert_load)
         amax = 0 if self._like.amax is None else self._like.amax.numel()

@@ -13,6 +13,7 @@ import torch
 from bessemer.core.errors import Stopped
 from bessemer.core.job import Job
 from bessemer.data import Dataset, Reader
+from bessemer.data.cursor import deal, units_of_step
 from bessemer.keep.slices import Slice
 from bessemer.models.watched import fallen
 from bessemer.precision.watch import EXPONENTS
@@ -136,15 +137,28 @@ class Loop:
 
     def _step(self, step: int, batches: Iterator[Batch]) -> StepResult:
         self.reporter.phase(step + 1, "training")
-        if step % KERNEL_SAMPLES_EVERY != 2:
-            return self._run_step(step, batches)
-        with KernelSample(self.parts.mesh.device) as sample:
-            result = self._run_step(step, batches)
-        self._record_kernels(sample, result)
+        try:
+            if step % KERNEL_SAMPLES_EVERY != 2:
+                return self._run_step(step, batches)
+            with KernelSample(self.parts.mesh.device) as sample:
+                result = self._run_step(step, batches)
+            self._record_kernels(sample, result)
+        except Exception as error:
+            passes = self.parts.step.passes
+            if passes.dumps is not None:
+                passes.dumps.exception(passes, step, error)
+            raise
         return result
+
+    def _runs(self, units: list[int]) -> None:
+        """Tell where a dump would find the samples of this rank's micro-batches."""
+        dumps = self.parts.step.passes.dumps
+        if dumps is not None:
+            dumps.units = units
 
     def _run_step(self, step: int, batches: Iterator[Batch]) -> StepResult:
         mesh = self.parts.mesh
+        self._runs(deal(step, len(units_of_step(self.job, step)), self.job.replicas)[mesh.at("replica")])
         count = len(rank_micro_batches(self.job, step, mesh.at("replica"), mesh.at("shard")))
         return self.parts.step.run(step, batches, count, stop=self.reporter.stop_requested)
 

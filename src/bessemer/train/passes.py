@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from bessemer.parallel.mesh import Mesh
 from bessemer.parallel.pipeline import Pipeline
 from bessemer.precision.watch import Table, Window
 from bessemer.runtime.phases import Phases
+
+if TYPE_CHECKING:
+    from bessemer.train.dumps import Dumps
 
 __all__ = ["Batch", "Contribution", "Passes"]
 
@@ -70,6 +74,10 @@ class Passes:
         self.amax_names, self.watching = amax_names, watching
         self.window = Window()
         """Open while a forward pass runs: then the watch counts inputs and weights."""
+        self.running: tuple[int, Batch] | None = None
+        """The latest micro-batch that a forward pass began with, and its place in its run."""
+        self.dumps: Dumps | None = None
+        """Where faults are kept for a replay, if they are."""
         self._step = 0
         self._job = job
         self._spec = spec
@@ -88,6 +96,11 @@ class Passes:
         """Whether this rank holds the end of the model."""
         return self._pipeline is None or self._spec.num_layers - 1 in self.module.layers
 
+    @property
+    def unit_micro_batches(self) -> int:
+        """How many micro-batches this rank runs together."""
+        return 1 if self._pipeline is None else self._job.micro_batches
+
     def run(self, batches: Iterator[Batch], count: int, step: int = 0) -> Contribution:
         """Forward and backward of the next `count` micro-batches, whole units, of step `step` (from 0); local gradients
         add up in `.grad`."""
@@ -98,7 +111,7 @@ class Passes:
         sampled = self.watching is not None and self.watching.samples(step)
         if sampled:
             start_watch(self.module, self.window)
-        each = 1 if self._pipeline is None else self._job.micro_batches
+        each = self.unit_micro_batches
         for first in range(0, count, each):
             with self.phases("data_s"):
                 unit = [next(batches) for _ in range(each)]
@@ -106,6 +119,7 @@ class Passes:
             self._parallel.before_backward(last=first + each == count)
             if self._pipeline is None:
                 self.phases.at(micro_batch=first)
+                self.running = first, unit[0]
                 self._straight(mine, unit[0])
             else:
                 _Unit(self, mine, unit, first + each == count).run(self._pipeline)
@@ -124,6 +138,15 @@ class Passes:
             mine.add_load(expert_load(self.module))
         with self.phases("backward_s"):
             loss_sum.backward()
+
+    def again(self, unit: list[Batch]) -> None:
+        """The forward and backward pass of a unit once more, for looking at it: nothing is summed over replicas. Every
+        rank of the replica must call it."""
+        self._parallel.before_backward(last=False)
+        if self._pipeline is None:
+            self._straight(Contribution(), unit[0])
+        else:
+            _Unit(self, Contribution(), unit, False).run(self._pipeline)
 
     def key_draws(self, batch: Batch) -> None:
         """What stochastic rounding draws in the passes of `batch` from now on."""
@@ -171,6 +194,7 @@ class _Unit:
         passes, layers = self._passes, self._passes._ranges[stage]
         passes.stage = stage
         passes.phases.at(stage=stage, micro_batch=micro)
+        passes.running = max(0, len(self._mine.batches) - len(self._batches)) + micro, self._batches[micro]
         with passes.phases("forward_s"), passes.window:
             passes.key_draws(self._batches[micro])
             out, weight_sum = passes.module(**self._batches[micro], layers=layers, stream_BSD=x)

@@ -23,6 +23,7 @@ from bessemer.parallel.mesh import Mesh, build_mesh
 from bessemer.runtime.device import pick_device
 from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
+from bessemer.train.dumps import dumps_of
 from bessemer.train.loop import Loop
 from bessemer.train.opened import keep_tokenizer
 from bessemer.train.restore import Origin
@@ -90,6 +91,7 @@ def run_rank(job: Job, member: Member) -> None:
     hosts = max(1, mesh.world_size // member.local_world_size)
     note_machine(job, machine, mesh, member, devices=mesh.world_size, hosts=hosts)
     member.phase(0, "building the model")
+    parts.step.passes.dumps = dumps_of(job, mesh, member, recorder)
     parts = assemble(job, spec, mesh)
     parts.step.passes.phases.attach(recorder)
     with VaultClient(
