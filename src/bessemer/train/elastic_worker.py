@@ -29,6 +29,7 @@ from bessemer.runtime.device import Device, pick_device
 from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
 from bessemer.train.elastic import Connector, ElasticLoop, group_job
+from bessemer.train.dumps import dumps_of
 from bessemer.train.opened import keep_tokenizer
 from bessemer.train.restore import Origin
 from bessemer.train.startup import note_machine, tell_start
@@ -165,6 +166,7 @@ def _run(job: Job, member: Member) -> None:
     secret, sockets = environment[SECRET], member.agent.parent
     vault, seat = member.vault, Seat(group, 0, place, os.uname().nodename)
     saver = LeaderSaver(lambda: VaultClient(vault, rank=place, world_size=member.world_size))
+    parts.step.passes.dumps = dumps_of(job, mesh, member, recorder)
     cohort = Cohort(environment["BESSEMER_COORDINATOR"], secret, seat)
     threading.Thread(target=_pass_wishes_on, args=(member, cohort), name="bessemer-leave", daemon=True).start()
     loop = ElasticLoop(
