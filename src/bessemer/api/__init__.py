@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from bessemer.api._scale import Scaled, scale
     from bessemer.api._takeoff import takeoff
     from bessemer.api._train import Trained, train
+    from bessemer.api._watch import Watched, watch
 
 __all__ = [
-    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Launched", "Scaled", "Served", "Trained", "chaos", "check",
-    "coordinator", "eval", "export", "generate", "lab", "landing", "launch", "ledger", "plan", "scale", "takeoff",
-    "train",
+    "GROUPS", "VERBS", "CheckResult", "EvalResult", "Launched", "Scaled", "Served", "Trained", "Watched", "chaos",
+    "check", "coordinator", "eval", "export", "generate", "lab", "landing", "launch", "ledger", "plan", "scale",
+    "takeoff", "train", "watch",
 ]  # fmt: skip
 
 VERBS: dict[str, str] = {
@@ -38,6 +39,7 @@ VERBS: dict[str, str] = {
     "generate": "bessemer.api._generate",
     "export": "bessemer.api._export",
     "ledger": "bessemer.api._ledger",
+    "watch": "bessemer.api._watch",
     "landing": "bessemer.api._landing",
     "chaos": "bessemer.api._chaos",
     "scale": "bessemer.api._scale",
@@ -56,6 +58,7 @@ _RESULTS = {
     "Scaled": "scale",
     "Served": "coordinator",
     "Trained": "train",
+    "Watched": "watch",
 }
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from bessemer.api._check import check
+from bessemer.api._secret import read_secret
 from bessemer.core.errors import ConfigError, RequestError
 
 __all__ = ["Served", "coordinator"]
-
-LEAST_SECRET = 16
 
 
 @dataclass(frozen=True)
@@ -60,31 +56,9 @@ def coordinator(
     from bessemer.keep.coordinate import Post, serve
 
     log = job.run.folder.expanduser().absolute() / "decisions.jsonl"
-    post = Post(address, _secret(secret_file), log, job.keep.lease_s or 1.5, standby_of, recover)
+    post = Post(address, read_secret(secret_file), log, job.keep.lease_s or 1.5, standby_of, recover)
     try:
         return Served(serve(job, post))
     except OSError as error:
         text = f"the coordinator can't serve at {address}: {error}"
         raise RequestError(text, code="coordinator-address", fix="--address tcp:HOST:PORT that is free") from error
-
-
-def _secret(path: str) -> str:
-    from bessemer.keep.links import SECRET
-
-    if not path:
-        secret = os.environ.get(SECRET, "")
-    else:
-        try:
-            if stat.S_IMODE(Path(path).stat().st_mode) & 0o077:
-                text = f"others can read the secret in {path}"
-                raise RequestError(text, code="secret-open", fix=f"chmod 600 {path}")
-            secret = Path(path).read_text().strip()
-        except OSError as error:
-            raise RequestError(f"can't read {path}: {error.strerror}", code="secret-missing") from error
-    if len(secret) < LEAST_SECRET:
-        text = (
-            f"the run's secret has {len(secret)} characters: without one anybody could join, and a short one is guessed"
-        )
-        fix = f"{SECRET}=$(openssl rand -hex 32), or --secret-file with {LEAST_SECRET} characters or more"
-        raise RequestError(text, code="secret-missing", fix=fix)
-    return secret

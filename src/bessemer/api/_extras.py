@@ -12,6 +12,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "train": ("torch", "safetensors", "tokenizers", "xxhash"),
     "parquet": ("pyarrow",),
     "tensorboard": ("tensorboard",),
+    "watch": ("starlette", "uvicorn"),
 }
 """Extra -> the modules it installs, as in pyproject.toml."""
 
