@@ -75,10 +75,14 @@ def train(
         from bessemer.train.worker import join
 
         return Trained(join(checked.job))
+    from bessemer.api._flight import beside
     from bessemer.keep.agent import Options, run
 
     prepare = partial(_prepare_data, checked.job)
-    return Trained(run(checked.job, Options(quiet=quiet, again=_again(job_path, sets), prepare=prepare)))
+    options = Options(
+        quiet=quiet, again=_again(job_path, sets), prepare=prepare, beside=beside(checked.job)
+    )  # fmt: skip
+    return Trained(run(checked.job, options))
 
 
 def _again(job_path: str, sets: Sequence[str]) -> str:

@@ -160,6 +160,8 @@ class InspectSection(Frozen):
     trace_every: int = Field(default=0, ge=0)  # steps between those that torch's profiler records; 0: none
     trace_on: Literal["none", "file", "signal"] = "none"  # what else has the next step recorded
     traces: int = Field(default=4, gt=0)  # the newest that each rank keeps
+    flight: Literal["off", "tell", "evict"] = "tell"  # what is done about what is found while the run goes on
+    hash_every: int = Field(default=50, ge=0)  # steps between comparisons of the parameters of copies; 0: none
 
 
 class MachineSection(Frozen):

@@ -227,11 +227,12 @@ class Flight:
         at = f"; others wait for it at {hang.at}" if hang is not None and set(hang.ranks) & set(stopped) else ""
         text = f"{_ranks_text(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped (state T){at}"
         longest_s = max(record.stopped[r] for r in stopped)
-        evidence = [doing_text(boxes.get(r), r) for r in stopped[:NAMED]]
+        doing = [doing_text(boxes.get(r), r) for r in stopped[:NAMED]]
+        evidence = tuple(dict.fromkeys((*doing, *(hang.evidence if hang else ()))))
         return [
             Finding(
                 kind="stopped", t=record.t, step=self._step + 1, ranks=stopped, hosts=self._hosts_of(stopped),
-                score=longest_s, text=text, advice="evict", evidence=(*evidence, *(hang.evidence if hang else ())),
+                score=longest_s, text=text, advice="evict", evidence=evidence,
             )
         ]  # fmt: skip
 

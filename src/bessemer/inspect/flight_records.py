@@ -36,6 +36,8 @@ Advice = Literal["evict", "watch", "ignore"]
 ADVICE: tuple[Advice, ...] = get_args(Advice)
 EVENT = "finding"
 """The name in events.jsonl under which a finding is kept; its fields are those of `Finding.as_event`."""
+LARGEST = 1e9
+"""Stands for infinity in events, where JSON has none."""
 KINDS = (
     "slow_rank",
     "slow_link",
@@ -187,8 +189,8 @@ class Finding:
             "step": self.step,
             "ranks": list(self.ranks),
             "hosts": list(self.hosts),
-            "score": round(self.score, 3),
-            "excess": round(self.excess, 4),
+            "score": round(min(self.score, LARGEST), 3),
+            "excess": round(min(self.excess, LARGEST), 4),
             "text": self.text,
             "advice": self.advice,
             "evidence": list(self.evidence),

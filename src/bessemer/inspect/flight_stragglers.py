@@ -70,7 +70,7 @@ class _Stages:
     def __init__(self, stage_R: NDArray[np.int64]) -> None:
         order = np.argsort(stage_R, kind="stable")
         _, first, count = np.unique(stage_R[order], return_index=True, return_counts=True)
-        self._index_SN = np.full((len(count), int(count.max())), len(stage_R))  # of the NaN that is appended
+        self._index_SN = np.full((len(count), int(count.max(initial=0))), len(stage_R))  # of the NaN that is appended
         self._row_R, self._column_R = np.empty_like(order), np.empty_like(order)
         for row, (begin, size) in enumerate(zip(first, count, strict=True)):
             members = order[begin : begin + size]

@@ -17,7 +17,7 @@ __all__ = ["problems"]
 def problems(job: Job, spec: ModelSpec | None, machine: Machine | None) -> list[Problem]:
     """All contradictions of the [inspect] table with itself and the length of the run."""
     del spec, machine
-    return [*_dumps(job.inspect), *_traces(job)]
+    return [*_dumps(job.inspect), *_traces(job), *_flight(job)]
 
 
 def _problem(code: str, where: str, what: str, *, why: str, fix: str) -> Problem:
@@ -46,3 +46,17 @@ def _traces(job: Job) -> Iterator[Problem]:
         what = f'traces = {section.traces} has no effect with trace_every = 0 and trace_on = "none"'
         fix = 'delete it, or inspect.trace_every = 100, or inspect.trace_on = "file"'
         yield _problem("ignored-setting", "traces", what, why="no step is recorded", fix=fix)
+
+
+def _flight(job: Job) -> Iterator[Problem]:
+    section, default = job.inspect, InspectSection()
+    if section.flight == "evict" and job.keep.mode == "restart" and not job.keep.restarts:
+        what = 'flight = "evict" with keep.mode = "restart" and keep.restarts = 0'
+        why = "the first rank that is evicted would end the run"
+        fix = 'keep.restarts = 3, keep.mode = "zero-interruption", or inspect.flight = "tell"'
+        yield _problem("flight-evict", "flight", what, why=why, fix=fix)
+    if section.hash_every != default.hash_every and job.replicas < 2:
+        what = f"hash_every = {section.hash_every} has no effect with one copy of the model"
+        yield _problem(
+            "ignored-setting", "hash_every", what, why="there is nothing to compare it with", fix="delete it"
+        )

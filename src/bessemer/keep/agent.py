@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,8 +52,8 @@ class Timeouts:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """`command` is what each rank runs, `vault` the vault's command (None: no vault), `nproc` the number of ranks
-    (default: the job's world size), `again` what to type to go on (default: train on the folder's job.toml),
-    `prepare` what has to be done once before the ranks start, and says how far it is through the printer."""
+    (default: the job's world size), `again` what to type to go on (default: train on the folder's job.toml), `prepare`
+    what has to be done once before the ranks start, `beside` what runs beside the agent, given folder and socket."""
 
     command: Sequence[str] = (sys.executable, "-m", "bessemer.train.worker")
     vault: Sequence[str] | None = (sys.executable, "-m", "bessemer.keep.vault")
@@ -61,6 +61,7 @@ class Options:
     quiet: bool = False
     again: str = ""
     prepare: Callable[[Printer], None] | None = None
+    beside: Callable[[Path, Path], AbstractContextManager[object]] = lambda folder, agent: contextlib.nullcontext()
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
@@ -100,7 +101,7 @@ def run(job: Job, options: Options | None = None) -> int:
                 from bessemer.keep.elastic_agent import ElasticAgent
 
                 kind = ElasticAgent
-            with _workplace(lock) as place:
+            with _workplace(lock) as place, options.beside(folder.path, place / "agent"):
                 return kind(folder, journal, options, place, lock).run()
         finally:
             journal.close()
@@ -272,8 +273,17 @@ class Agent:
             self._on_end(heard.watched)
         elif isinstance(heard.watched, VaultHost):
             self._on_vault_end()
+        elif heard.record is not None and heard.record.get("kind") == "evict":
+            self._evict(int(heard.record["rank"]), str(heard.record["why"]))
         else:
             self.reception.take(heard)
+
+    def _evict(self, rank: int, why: str) -> None:
+        """End a rank that does harm, as the watch beside the run asks where the job lets it."""
+        state = self.ranks.get(rank)
+        if state is not None and state.child is not None and not state.gone:
+            self.journal.event("evicted", rank=rank, why=why)
+            state.child.signal(signal.SIGKILL)
 
     def _heed(self, wishes: Wishes) -> None:
         if wishes.names and not self.reception.stopping:

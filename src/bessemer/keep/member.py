@@ -11,6 +11,7 @@ Sending never waits: what the socket won't take now stays in memory and goes wit
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import queue
@@ -39,6 +40,7 @@ __all__ = ["Member", "sounds_like_a_lost_peer"]
 
 CLOSE_S = 30.0
 """How long a rank waits at its end for the agent to take its last records."""
+STDERR = 2
 
 _PEER_WORDS = (  # gloo, TCPStore and NCCL
     "connection closed by peer",
@@ -334,6 +336,7 @@ class Member:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, on_signal)
+        faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)  # where it hangs, into the rank's log
 
 
 def describe(error: BaseException, rank: int, step: int) -> dict[str, Any]:

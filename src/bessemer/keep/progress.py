@@ -167,6 +167,10 @@ def event_line(event: Mapping[str, Any]) -> tuple[str, str, str] | None:
     if name == "operators" and event.get("path") == "reference":
         why = f": {event['why']}" if event.get("why") else ""
         return "warning", f"torch's operators are used, the faster native kernels are not{why}", "yellow"
+    if name == "finding":
+        return "flight", str(event.get("text")), "yellow"
+    if name == "evicted":
+        return "evicted", f"rank {event.get('rank')}: {event.get('why')}", "yellow"
     if name == "warning":
         rank = f" (rank {event['rank']})" if event.get("rank") is not None else ""
         return "warning", f"{event.get('message')}{rank}", "yellow"

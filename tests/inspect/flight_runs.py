@@ -1,0 +1,110 @@
+"""Runs of the product with the watch beside them, and something wrong with one rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from train.loops import small_job
+
+from bessemer.core.job_file import dump_job
+from bessemer.data import prepare
+
+SABOTAGED = """
+import os, signal, sys, time
+import torch
+from bessemer.train import step, worker
+
+how, guilty, at_step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+whole, commit = step.Step.run, step.Step.commit
+me = int(os.environ.get("BESSEMER_NUMBER", os.environ["RANK"]))
+
+def passes_of(self):
+    return self.passes
+
+def strike(self):
+    if how == "hang":
+        hang_here()
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "flip":
+        first = next(iter(self.optimizer.params.values()))
+        first.data.view(-1)[0] += 1e-3
+
+def hang_here():
+    time.sleep(600)
+
+def sabotaged(self, at, *args, **named):
+    begin = time.thread_time()
+    if at == at_step and me == guilty:
+        strike(self)
+    done = whole(self, at, *args, **named)
+    if how == "slow" and me == guilty:
+        used = time.thread_time() - begin
+        until = time.thread_time() + 0.5 * used
+        while time.thread_time() < until:
+            pass
+    return done
+
+step.Step.run = sabotaged
+sys.exit(worker.main())
+"""
+AGENT = """
+import sys
+from bessemer.api._flight import beside
+from bessemer.core.job_file import load_job
+from bessemer.keep.agent import Options, run
+
+job = load_job("job.toml")
+sys.exit(run(job, Options(command=(sys.executable, "rank.py", *sys.argv[1:]), beside=beside(job))))
+"""
+
+
+@contextmanager
+def watched_run(
+    folder: Path, how: str, guilty: int, at_step: int, **sections: dict[str, Any]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The agent of a run in `folder`/runs/small, of which one rank goes wrong in step `at_step` (from 0)."""
+    keep = {"every": 0} | sections.pop("keep", {})
+    train = {"eval_every": 0} | sections.pop("train", {})
+    job = small_job(folder, keep=keep, train=train, **sections)
+    prepare(job)
+    (folder / "job.toml").write_text(dump_job(job))
+    (folder / "rank.py").write_text(SABOTAGED)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", AGENT, how, str(guilty), str(at_step)]
+    with open(folder / "agent.log", "wb") as log:
+        agent = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    try:
+        yield agent
+    finally:
+        agent.kill()  # the kernel ends ranks and watch with it
+        agent.wait()
+
+
+def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    path = folder / "runs" / "small" / "events.jsonl"
+    if not path.exists():
+        return []
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [event for line in whole if (event := json.loads(line))["event"] == name]
+
+
+def first_finding(folder: Path, agent: subprocess.Popen[bytes], kind: str, timeout_s: float = 100.0) -> dict[str, Any]:
+    """The first finding of that kind, as soon as it is told."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        ended = agent.poll() is not None
+        for event in events_of(folder, "finding"):
+            if event["kind"] == kind:
+                return event
+        assert not ended, f"the run ended with {agent.poll()}: {(folder / 'agent.log').read_text()[-2000:]}"
+        time.sleep(0.1)
+    raise AssertionError(f"no {kind} in {timeout_s} s; {(folder / 'agent.log').read_text()[-2000:]}")
