@@ -158,6 +158,11 @@ class Cohort:
     # ---- what it hears
 
     @property
+    def address(self) -> str:
+        """Of the coordinator that is connected, or was last."""
+        return self._addresses[-1]
+
+    @property
     def newest(self) -> int:
         """The number of the newest epoch; 0 before the first."""
         return max(self._epochs, default=0)

@@ -4,6 +4,7 @@
     python -m bessemer.keep.coordinate --job JOB --address unix:DIR/c1 --log FILE --standby-of unix:DIR/c0
 
 A standby listens at its own address only once it takes over, so that nobody mistakes it for the one that leads.
+`--hosts` names the addresses of all hosts of the run, of which `--number` is this one.
 """
 
 from __future__ import annotations
@@ -14,22 +15,28 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bessemer.core.job import Job
 from bessemer.core.job_file import load_job
 from bessemer.data.cursor import units_of_step
 from bessemer.keep.coordinator import Coordinator
+from bessemer.keep.desk import Desk
+from bessemer.keep.hosts_coordinator import HostsCoordinator
 from bessemer.keep.links import SECRET, listen_at
 from bessemer.keep.membership import Membership
 from bessemer.keep.takeover import Decision, DecisionLog, stand_by
 
 __all__ = ["Post", "main", "membership_of", "serve"]
 
+_LOGS = "decisions-*.jsonl"
+
 
 @dataclass(frozen=True)
 class Post:
     """Where a coordinator serves. standby_of: it waits until the one at that address ends. recover: it goes on from
-    what the log says, since nobody is left who stood by."""
+    what the log says, since nobody is left who stood by. hosts: by host where a coordinator of its would listen, if the
+    run has several; `number` is this one's."""
 
     address: str
     secret: str
@@ -37,6 +44,8 @@ class Post:
     lease_s: float = 1.5
     standby_of: str = ""
     recover: bool = False
+    hosts: tuple[str, ...] = ()
+    number: int = 0
 
 
 def membership_of(job: Job, *, term: int = 1) -> Membership:
@@ -60,11 +69,18 @@ def serve(job: Job, post: Post) -> int:
         if known is None:
             return 0
     elif post.recover:
-        known = DecisionLog.read(post.log)
+        known = _newest(post)
+    if post.hosts and known is None:
+        for other in post.log.parent.glob(_LOGS):
+            other.unlink()  # of an earlier attempt
     log = DecisionLog(post.log, anew=known is None)
-    coordinator = Coordinator(
-        listen_at(post.address), membership_of(job), secret=post.secret, lease_s=post.lease_s, log=log, takes_over=known
-    )
+    server, membership = listen_at(post.address), membership_of(job)
+    more: dict[str, Any] = {"secret": post.secret, "lease_s": post.lease_s, "log": log, "takes_over": known}
+    if post.hosts:
+        desk = Desk(post.number, post.address, job.run.folder.expanduser().absolute(), post.lease_s)
+        coordinator: Coordinator = HostsCoordinator(server, membership, desk, post.hosts, **more)
+    else:
+        coordinator = Coordinator(server, membership, **more)
     try:
         coordinator.run()
     finally:
@@ -73,6 +89,12 @@ def serve(job: Job, post: Post) -> int:
         print(f"a coordinator of term {coordinator.superseded} leads: this one ends", file=sys.stderr, flush=True)
         return 4
     return 0
+
+
+def _newest(post: Post) -> Decision:
+    """Of all hosts' logs, since each coordinator writes to its own."""
+    logs = list(post.log.parent.glob(_LOGS)) if post.hosts else [post.log]
+    return max((DecisionLog.read(log) for log in logs), key=lambda d: (d.term, d.epoch, d.step), default=Decision())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,11 +107,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lease", type=float, default=1.5, help="seconds that an agent may be silent")
     parser.add_argument("--standby-of", default="", help="the address of the coordinator that leads")
     parser.add_argument("--recover", action="store_true", help="go on from what the log says")
+    parser.add_argument("--hosts", default="", help="of a run on several: the addresses of all, with commas between")
+    parser.add_argument("--number", type=int, default=0, help="which of them this is, from 0")
     given = parser.parse_args(arguments)
     secret = os.environ.get(SECRET, "")
     if not secret:
         parser.error(f"{SECRET} is not set: without a secret anybody could join")
-    post = Post(given.address, secret, given.log, given.lease, given.standby_of, given.recover)
+    hosts = tuple(filter(None, given.hosts.split(",")))
+    post = Post(given.address, secret, given.log, given.lease, given.standby_of, given.recover, hosts, given.number)
     return serve(load_job(given.job), post)
 
 

@@ -65,7 +65,7 @@ class Coordinator(Switchboard):
         self._takeover: Takeover | None = None
         if takes_over is not None:
             m, now = membership, time.monotonic()
-            m.term, m.replicas = max(m.term, takes_over.term + 1), takes_over.replicas or m.replicas
+            m.term, m.replicas = self._later(takes_over.term), takes_over.replicas or m.replicas
             self._takeover = Takeover(takes_over, m.block, m.steps, started=now, lease_s=lease_s)
         self._secret, self._lease_s = secret, lease_s
         self._ranks: dict[tuple[int, int], Peer] = {}
@@ -141,7 +141,7 @@ class Coordinator(Switchboard):
         if not peer.role:
             self._hello(peer, record)
         elif peer.role == "agent":
-            self._from_agent(record)
+            self._from_agent(peer, record)
         elif peer.role == "meet":
             self._meetings.take(peer, record)
         elif peer.role == "standby":
@@ -190,7 +190,8 @@ class Coordinator(Switchboard):
         if int(record["term"]) > self.membership.term and self._takeover is None:
             self.superseded = int(record["term"])
             return
-        self.membership.term = max(self.membership.term, int(record["term"]) + (self._takeover is not None))
+        if self._takeover is not None and int(record["term"]) >= self.membership.term:
+            self.membership.term = self._later(int(record["term"]))
         seat, step = (group, place), record["step"]
         known = self.membership.groups.get(group)
         if self._takeover is None and (seat in self._ranks or epoch or (known and known.incarnation != incarnation)):
@@ -212,7 +213,11 @@ class Coordinator(Switchboard):
         self._tell_agents("arrived", group=group, place=place, step=step)
         self._decide_soon(0.0)
 
-    def _from_agent(self, record: dict[str, Any]) -> None:
+    def _later(self, term: int) -> int:
+        """A term above that one."""
+        return term + 1
+
+    def _from_agent(self, peer: Peer, record: dict[str, Any]) -> None:
         kind = record["kind"]
         if kind == "lost":
             if self._takeover is not None:

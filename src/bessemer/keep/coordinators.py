@@ -48,7 +48,7 @@ class Coordinators:
     """`link`: with the one that leads; None while there is none. `secret` is the run's."""
 
     def __init__(self, folder: Path, place: Path, hub: Hub, *, secret: str, lease_s: float) -> None:
-        self.posts = (Post(f"unix:{place}/c0"), Post(f"unix:{place}/c1"))
+        self.posts: tuple[Post, ...] = (Post(f"unix:{place}/c0"), Post(f"unix:{place}/c1"))
         self.link: Link | None = None
         self._folder, self._hub, self._secret, self._lease_s = folder, hub, secret, lease_s
         self._lead = 0
@@ -69,8 +69,9 @@ class Coordinators:
             if why or not self.posts[0].runs:
                 child = self.posts[0].child
                 tail = "" if child is None else "".join(f"\n    | {line}" for line in child.tail())
-                text = f"the coordinator did not come up\n  log: {self._log(self.posts[0])}{tail}"
-                raise PeerLost(text, code="coordinator-lost")
+                raise PeerLost(
+                    f"the coordinator did not come up\n  log: {self._log(self.posts[0])}{tail}", code="coordinator-lost"
+                )
             time.sleep(0.02)
 
     def tell(self, about: object, record: Mapping[str, Any]) -> None:

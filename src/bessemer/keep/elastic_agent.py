@@ -12,22 +12,20 @@ import json
 import os
 import secrets
 import signal
-import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bessemer.keep.agent import Agent
 from bessemer.keep.coordinators import Coordinators, Post
 from bessemer.keep.hub import Heard, Wishes
 from bessemer.keep.links import SECRET
-from bessemer.keep.process import Child, usable_cores
+from bessemer.keep.process import usable_cores
 from bessemer.keep.reception import RankState
+from bessemer.keep.starter import Group, Starter
 from bessemer.keep.step_times import StepTimes
-from bessemer.keep.template import ForkedChild, Template
+from bessemer.keep.template import ForkedChild
 
-__all__ = ["ElasticAgent"]
+__all__ = ["CONTROL", "SEEK_S", "WATCH_S", "ElasticAgent"]
 
 CONTROL = "agent.json"
 """In the run folder while the run goes on: where its agent listens."""
@@ -38,22 +36,10 @@ LEASE_S = 1.5
 LEADERS_WORK_S = 600.0
 _METRICS_KEPT = 64
 _LEADERS_WORK = ("evaluating", "saving", "waiting for the last checkpoint")
-PRELOAD = ("bessemer.train.elastic_worker", "torch._dynamo", "torch._inductor", "torch.onnx",
-           "torch.distributed.fsdp", "torch.distributed.tensor")  # fmt: skip
-"""What a rank has loaded by its second step."""
 QUICK_DEATHS = 3
 """After so many groups in a row that died before they were active, no new one is started."""
 VAULTS = 3
 """So often a vault that died is followed by another."""
-
-
-@dataclass
-class _Group:
-    name: int
-    states: list[RankState]
-    started: float
-    lost: bool = False
-    leaving: bool = False
 
 
 class ElasticAgent(Agent):
@@ -63,10 +49,11 @@ class ElasticAgent(Agent):
         super().__init__(*args)
         self.ranks.clear()
         self.block = self.world_size // self.job.replicas
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
         self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
-        self._template: Template | None = None
+        self._starter = Starter(self.options.command, self._give_sign)
         self._names = 0
+        self._incarnation = 0
         self._lease_s = self.job.keep.lease_s or LEASE_S
         self._replicas = self.job.replicas
         self._control = self.folder.path / CONTROL
@@ -83,18 +70,33 @@ class ElasticAgent(Agent):
     # ---- start
 
     def _start(self) -> None:
-        self._start_template()
+        environment = {**self._environment(0), "OMP_NUM_THREADS": self._threads}
+        self._starter.start(environment, self.folder.path / "logs" / self._template_log, self._hub)
         self.vault.start(self._hub)
-        if self._template is not None:
-            self._template.await_ready()
+        self._starter.await_ready()
         self.coordinators.start()
-        self._control.write_text(json.dumps({"agent": str(self.place / "agent")}))
-        for _ in range(self.job.replicas + self.job.keep.spares):
+        self._tell_where()
+        for _ in range(self._share_of_groups(self.job.replicas)):
             self._start_group(joins=False)
         spares = f" and {self.job.keep.spares} spare" if self.job.keep.spares else ""
         text = f"{self.job.replicas} groups of {self.block} ranks{spares}, job {self.job.hash}"
         self.journal.printer.line("run", text, "bold")
         self._watch_ranks()
+
+    _template_log = "template.log"
+
+    def _tell_where(self) -> None:
+        """To commands that ask something of the run."""
+        self._control.write_text(json.dumps({"agent": str(self.place / "agent")}))
+
+    def _share_of_groups(self, replicas: int) -> int:
+        """How many groups this host has where so many are to be active."""
+        return replicas + self.job.keep.spares
+
+    def _next_name(self) -> int:
+        """Of a group."""
+        self._names += 1
+        return self._names - 1
 
     def _new_coordinators(self) -> Coordinators:
         return Coordinators(self.folder.path, self.place, self._hub, secret=self._secret, lease_s=self._lease_s)
@@ -109,50 +111,38 @@ class ElasticAgent(Agent):
             known.clear()
         self._active, self._quick, self._replicas, self._progress = [], 0, self.job.replicas, StepTimes()
         self.coordinators.start()
-        for _ in range(self.job.replicas + self.job.keep.spares):
+        for _ in range(self._share_of_groups(self.job.replicas)):
             self._start_group(joins=False)
         self._watch_ranks()
 
-    def _start_template(self) -> None:
-        """Of which ranks are forked, where they are a module's main()."""
-        if tuple(self.options.command[:-1]) != (sys.executable, "-m"):
-            return
-        log = self.folder.path / "logs" / "template.log"
-        environment = {**self._environment(0), "OMP_NUM_THREADS": self._threads}
-        self._template = Template(self.options.command[-1], PRELOAD, env=environment, log=log)
-        self._template.start()
-        self._hub.watch(self._template.child.pidfd, self._template)
-
-    def _new_child(self, environment: dict[str, str], log: Path) -> Child:
-        if self._template is None:
-            return Child(self.options.command, environment, log)
-        return ForkedChild(self._template, self.options.command, environment, log, self._give_sign)
-
     def _start_group(self, *, joins: bool) -> None:
-        name = self._names
-        self._names += 1
-        group = self._groups[name] = _Group(name, [], time.monotonic())
+        here = [g for g in self._groups.values() if not g.lost and any(not state.gone for state in g.states)]
+        name, taken = self._next_name(), {g.slot for g in here}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        group = self._groups[name] = Group(name, [], slot)
         for place in range(self.block):
             number = name * self.block + place
             state = self.ranks[number] = RankState(number)
-            environment = self._member_environment(name, place, joins)
-            state.child = self._new_child(environment, self.folder.log_file(number))
+            environment = self._member_environment(group, place, joins)
+            state.child = self._starter.child(environment, self.folder.log_file(number))
             state.child.start()
             self._hub.watch(state.child.pidfd, state)
             forked = isinstance(state.child, ForkedChild) and state.child.forked
             self.journal.event("rank_started", rank=number, group=name, pid=state.child.pid, forked=forked)
             group.states.append(state)
 
-    def _member_environment(self, group: int, place: int, joins: bool) -> dict[str, str]:
+    def _member_environment(self, group: Group, place: int, joins: bool) -> dict[str, str]:
         ours = {
             "RANK": str(place),
             "WORLD_SIZE": str(self.block),
             "LOCAL_RANK": str(place),
             "LOCAL_WORLD_SIZE": str(self.block),
-            "BESSEMER_NUMBER": str(group * self.block + place),
-            "BESSEMER_GROUP": str(group),
+            "BESSEMER_NUMBER": str(group.name * self.block + place),
+            "BESSEMER_GROUP": str(group.name),
+            "BESSEMER_INCARNATION": str(self._incarnation),
+            "BESSEMER_DEVICE": str(group.slot * self.block + place),
             "BESSEMER_JOINS": "1" if joins else "",
-            "BESSEMER_STORE": str(self.place / f"store-{group}"),
+            "BESSEMER_STORE": str(self.place / f"store-{group.name}"),
             "BESSEMER_COORDINATOR": self.coordinators.addresses,
             SECRET: self._secret,
         }
@@ -177,8 +167,8 @@ class ElasticAgent(Agent):
                 self._seek_coordinator()
             elif record["kind"] == "event":
                 self._from_coordinator(record["event"], record["fields"])
-        elif heard.watched is self._template and heard.watched is not None:
-            self._on_template_end()
+        elif heard.watched is self._starter.template and heard.watched is not None:
+            self.journal.event("warning", message=self._starter.ended(), rank=None)
         elif isinstance(heard.watched, Post):
             self._on_coordinator_end(heard.watched)
         elif heard.link is not None and record.get("kind") == "scale":
@@ -213,16 +203,20 @@ class ElasticAgent(Agent):
             return  # the metrics have a line for each
         if event in ("leaving", "left") and int(fields["group"]) in self._groups:
             self._groups[int(fields["group"])].leaving = True
-        self.journal.event(event, **fields)
+        self._note_event(event, fields)
         if event == "epoch":
             self._active = list(fields["active"])
             self._proved |= set(self._active)
             self._progress.last = time.monotonic()
 
-    def _is_active(self, group: _Group) -> bool:
+    def _note_event(self, event: str, fields: dict[str, Any]) -> None:
+        """Of the coordinator, for the records."""
+        self.journal.event(event, **fields)
+
+    def _is_active(self, group: Group) -> bool:
         return group.name in self._active
 
-    def _goes_on(self, group: _Group) -> bool:
+    def _goes_on(self, group: Group) -> bool:
         return self._is_active(group) and not group.lost and any(not state.gone for state in group.states)
 
     def _scale(self, replicas: int) -> dict[str, Any]:
@@ -235,11 +229,15 @@ class ElasticAgent(Agent):
             return {"kind": "refused", "code": "run-ending", "message": "the run is about to end", "fix": ""}
         self._replicas = replicas
         self.coordinators.tell("scale", {"kind": "scale", "replicas": replicas})
+        return {"kind": "scaled", "before": before, "replicas": replicas, "started": self._start_missing()}
+
+    def _start_missing(self) -> int:
+        """Groups that are to be here and aren't; how many were."""
         here = sum(not g.lost and not g.leaving for g in self._groups.values())
-        started = max(0, replicas + self.job.keep.spares - here)
-        for _ in range(started):
+        missing = max(0, self._share_of_groups(self._replicas) - here)
+        for _ in range(missing):
             self._start_group(joins=True)
-        return {"kind": "scaled", "before": before, "replicas": replicas, "started": started}
+        return missing
 
     def _watch_ranks(self) -> None:
         """Every so often: a sign of life, and a look at those that stand still."""
@@ -263,12 +261,6 @@ class ElasticAgent(Agent):
     def _give_sign(self) -> None:
         self.coordinators.give_sign()
 
-    def _on_template_end(self) -> None:
-        assert self._template is not None
-        why = self._template.ended()
-        text = f"new ranks are fresh interpreters from now on, which start more slowly: the template {why}"
-        self.journal.event("warning", message=text, rank=None)
-
     def _watch_progress(self, now: float) -> None:
         """Where no step comes true for too long, the groups that others wait for are lost."""
         if self._finished or self.reception.stopping or now - self._progress.last < self._progress.longest_s:
@@ -282,7 +274,7 @@ class ElasticAgent(Agent):
                 silent_s = now - self._progress.last - self._progress.usual_s
                 self._lose(group, f"rank {state.rank} makes no progress in {state.phase}", state, silent_s=silent_s)
 
-    def _excused(self, group: _Group, now: float) -> bool:
+    def _excused(self, group: Group, now: float) -> bool:
         """Whether it does what only the group that leads does."""
         busy = any(state.phase in _LEADERS_WORK for state in group.states)
         return busy and now - self._progress.last < LEADERS_WORK_S
@@ -302,7 +294,7 @@ class ElasticAgent(Agent):
     def _on_failed(self, state: RankState) -> None:
         """A rank that said why it fails ends by itself; what follows is decided at its end."""
 
-    def _lose(self, group: _Group, why: str, state: RankState, *, silent_s: float = 0.0) -> None:
+    def _lose(self, group: Group, why: str, state: RankState, *, silent_s: float = 0.0) -> None:
         """The group is gone: say so, end what is left of it, and start another in its place. silent_s: how long ago the
         first trace was."""
         group.lost = True
@@ -311,13 +303,14 @@ class ElasticAgent(Agent):
         self.journal.event("rank_lost", rank=state.rank, group=group.name, why=why, step=state.step,
                            phase=state.phase, silent_s=silent_s, **how)  # fmt: skip
         self.coordinators.tell(
-            ("lost", group.name), {"kind": "lost", "group": group.name, "incarnation": 0, "why": why}
+            ("lost", group.name),
+            {"kind": "lost", "group": group.name, "incarnation": self._incarnation, "why": why},
         )
         for other in group.states:
             if other.child is not None and not other.gone:
                 other.told_to_end = True
                 other.child.signal(signal.SIGKILL)
-        if not any(not g.lost and self._is_active(g) for g in self._groups.values()):
+        if self._is_last(group, why):
             self._failing = True
             self._later(0.0, lambda: self._signal_rest(signal.SIGKILL))
             return
@@ -329,6 +322,10 @@ class ElasticAgent(Agent):
             self.journal.event("warning", message=text, rank=None)
             return
         self._start_group(joins=True)
+
+    def _is_last(self, group: Group, why: str) -> bool:
+        """Whether no group is left that holds the state."""
+        return not any(not g.lost and self._is_active(g) for g in self._groups.values())
 
     def _on_vault_end(self) -> None:
         """The groups go on; the one that leads connects to the next vault with its next save."""
@@ -389,5 +386,4 @@ class ElasticAgent(Agent):
         self.coordinators.kill()
         self._control.unlink(missing_ok=True)
         super()._clear()
-        if self._template is not None:
-            self._template.close()
+        self._starter.close()

@@ -79,6 +79,10 @@ class Hub:
         self._selector.register(connection, selectors.EVENT_READ, link)
         return link
 
+    def drop(self, link: Link) -> None:
+        """Close a connection; nothing more is heard of it."""
+        self._forget(link)
+
     def wake(self) -> None:
         """Ends a running `poll`; safe in a signal handler."""
         with contextlib.suppress(BlockingIOError):

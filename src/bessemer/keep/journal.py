@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bessemer.keep.progress import Printer, event_line
 from bessemer.keep.records import RecordWriter
@@ -34,13 +34,18 @@ class Journal:
         self.broken = ""
         self.loaded = False
         self._before = folder.manifests()
-        self._board = BoardWriter(folder.path / "tensorboard") if folder.job.run.tensorboard else None
-        self._metrics = RecordWriter(folder.metrics_file)
-        self._events = RecordWriter(folder.events_file)
+        self._board: BoardWriter | None = None
+        self._files: dict[str, RecordWriter] = {}
+        self._open_files()
         printer.open()
 
+    def _open_files(self) -> None:
+        folder = self.folder
+        self._board = BoardWriter(folder.path / "tensorboard") if folder.job.run.tensorboard else None
+        self._files = {"metrics": RecordWriter(folder.metrics_file), "events": RecordWriter(folder.events_file)}
+
     def metric(self, record: Mapping[str, Any]) -> None:
-        self._write(self._metrics, record)
+        self._write("metrics", record)
         self.step = int(record.get("step", self.step))
         self.printer.metric(record)
         if self._board is not None:
@@ -56,7 +61,7 @@ class Journal:
             self.saved = (int(record.get("step") or 0), Path(record["path"])) if record.get("path") else None
         if name in _ENDS:
             self.end = name
-        self._write(self._events, record)
+        self._write("events", record)
         if name in _DURABLE:
             self._sync()
         shown = event_line(record)
@@ -77,43 +82,45 @@ class Journal:
             self.event("saved", step=newest[0], path=str(newest[1]))
 
     def close(self) -> None:
-        for writer in (self._metrics, self._events):
+        self._close_files()
+        self.printer.close()
+
+    def _close_files(self) -> None:
+        for writer in self._files.values():
             try:
                 writer.close()
             except OSError as error:
                 self._note_broken(error)
         if self._board is not None:
             self._board.close()
-        self.printer.close()
+        self._files, self._board = {}, None
 
     def _go_on_from(self, step: int) -> None:
         """Drops metrics after `step`: those steps are done again. TensorBoard is told the same."""
         self.step = step
-        self._metrics.close()
+        self._files["metrics"].close()
         last_t = max((r["t"] for r in self.folder.metrics() if r.get("step", 0) > step and "t" in r), default=None)
         dropped = self.folder.cut_metrics(step)
-        self._metrics = RecordWriter(self.folder.metrics_file)
+        self._files["metrics"] = RecordWriter(self.folder.metrics_file)
         if dropped:
             # the ledger tells redone work from downtime by it
-            self._write(
-                self._events, {"t": time.time(), "event": "cut", "step": step, "steps": dropped, "last_t": last_t}
-            )
+            self._write("events", {"t": time.time(), "event": "cut", "step": step, "steps": dropped, "last_t": last_t})
             self.printer.line("resumed", f"{dropped} steps after step {step} were not saved and are done again", "cyan")
         if self._board is not None:
             self._board.resume(step)
 
-    def _write(self, writer: RecordWriter, record: Mapping[str, Any]) -> None:
+    def _write(self, of: Literal["metrics", "events"], record: Mapping[str, Any]) -> None:
         if self.broken:
             return
         try:
-            writer.write(record)
+            self._files[of].write(record)
         except OSError as error:
             self._note_broken(error)
 
     def _sync(self) -> None:
         try:
-            self._metrics.sync()
-            self._events.sync()
+            for writer in self._files.values():
+                writer.sync()
         except OSError as error:
             self._note_broken(error)
 

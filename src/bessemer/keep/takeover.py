@@ -155,7 +155,7 @@ def stand_by(primary: str, secret: str, *, lease_s: float) -> Decision | None:
         known, silent = Decision(term=int(challenge["term"])), 0
         while True:
             try:
-                link.sendall(pack({"kind": "alive"}))
+                link.sendall(pack({"kind": "alive", "epoch": known.epoch}))
                 data = link.recv(1 << 16)
                 silent = 0
             except TimeoutError:

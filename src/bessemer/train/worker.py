@@ -47,13 +47,11 @@ def main() -> int:
 def join(job: Job) -> int:
     """Take part in `job` as the rank that a launcher's variables describe (torchrun, Slurm, MPI). RequestError for what
     only our own agent does."""
-    keep = job.keep
-    asked = 'mode = "zero-interruption"' if keep.mode != "restart" else f"restarts = {keep.restarts}"
-    if keep.mode != "restart" or keep.restarts:
+    if job.keep.restarts:
         raise RequestError(
-            f"keep.{asked} needs the agent that starts the ranks, and a launcher has started this one",
+            f"keep.restarts = {job.keep.restarts} needs the agent that starts the ranks; a launcher started this one",
             code="needs-agent",
-            fix='bessemer train JOB without a launcher, on one host; or keep.mode = "restart" and keep.restarts = 0',
+            fix="bessemer train JOB without a launcher, on one host; or keep.restarts = 0",
         )
     return _guarded(job, Member.from_environment(job))
 
@@ -91,9 +89,9 @@ def run_rank(job: Job, member: Member) -> None:
     hosts = max(1, mesh.world_size // member.local_world_size)
     note_machine(job, machine, mesh, member, devices=mesh.world_size, hosts=hosts)
     member.phase(0, "building the model")
-    parts.step.passes.dumps = dumps_of(job, mesh, member, recorder)
     parts = assemble(job, spec, mesh)
     parts.step.passes.phases.attach(recorder)
+    parts.step.passes.dumps = dumps_of(job, mesh, member, recorder)
     with VaultClient(
         member.vault, rank=member.rank, world_size=member.world_size, local_world_size=member.local_world_size
     ) as saver:

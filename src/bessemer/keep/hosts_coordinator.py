@@ -1,0 +1,162 @@
+"""The coordinator of a run on several hosts: what `Coordinator` is to one, with a desk for the agents (`desk.py`).
+
+Terms are shared out among the hosts, so that no two coordinators ever have the same one. After a partition each
+coordinator that took over looks for others and tells them its term: that of the lower one ends, and what was connected
+with it goes over to the other.
+
+Exactly half of the epoch's active groups on hosts that fell silent doesn't stop the other half, where the last standby
+knew of the epoch: it needs more than half of those groups to take over.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from bessemer.keep.coordinator import Coordinator
+from bessemer.keep.desk import Desk
+from bessemer.keep.links import await_challenge, connect, proof
+from bessemer.keep.membership import Membership
+from bessemer.keep.switchboard import Peer
+from bessemer.keep.wire import Frames, WireError, pack
+
+__all__ = ["HostsCoordinator"]
+
+HERALD_S = 3.0
+ABSENT_S = 10.0
+"""Beyond a lease, for an agent to connect with a coordinator of which it has to hear first."""
+_LOOK_S = 1.0
+_OF_THE_DESK = ("record", "stop", "give_up", "overdue", "done", "concluded")
+
+
+class HostsCoordinator(Coordinator):
+    """`addresses`: by host where a coordinator of its would listen; `desk` says which host is this one's."""
+
+    def __init__(
+        self, server: socket.socket, membership: Membership, desk: Desk, addresses: Sequence[str], **more: Any
+    ) -> None:
+        self.desk, self._hosts = desk, tuple(addresses)
+        self._standby_knows = 0
+        self._untold: list[tuple[str, dict[str, Any]]] = []  # while this side may be the smaller one
+        self._absent: dict[str, float] = {}  # since when
+        self._absent_at = 0.0
+        self._ended = threading.Event()
+        super().__init__(server, membership, **more)
+        desk.send = self._send
+        if self._takeover is not None:
+            threading.Thread(target=self._herald, name="bessemer-herald", daemon=True).start()
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        super().run(lambda: until() or self.desk.over)
+
+    def turn(self, timeout_s: float) -> None:
+        super().turn(timeout_s)
+        m, decides = self.membership, self._takeover is None and not self._cut_off
+        while self._untold and decides:
+            event, fields = self._untold.pop(0)
+            super()._tell_agents(event, **fields)
+        if decides and m.begun and not m.active and not self.finished:
+            self.desk.tell_all({"kind": "give_up", "why": "no group is left that holds the state"})
+        self._check_absent(time.monotonic())
+        self.desk.turn(time.monotonic(), decides=decides, begun=m.begun, standby=bool(self._with_role("standby")))
+
+    def close(self) -> None:
+        self._ended.set()
+        super().close()
+
+    def _later(self, term: int) -> int:
+        """The next term of this host."""
+        count = len(self._hosts)
+        return term + 1 + (self.desk.number - term - 1) % count
+
+    # ---- connections
+
+    def _part_from(self, peer: Peer) -> None:
+        super()._part_from(peer)
+        self.desk.gone(peer)
+
+    def _hello(self, peer: Peer, record: dict[str, Any]) -> None:
+        own = proof(self._secret, peer.nonce)
+        if record.get("role") == "coordinator" and hmac.compare_digest(str(record.get("proof", "")), own):
+            if int(record["term"]) > self.membership.term:
+                self.superseded = int(record["term"])
+            return
+        super()._hello(peer, record)
+        if peer.role == "standby":
+            self._tell_agents("standby")
+        elif peer.role == "agent":
+            self.desk.come(peer, record, begun=self._known_epoch > 0, term=self.membership.term)
+
+    def _take(self, peer: Peer, record: dict[str, Any]) -> None:
+        if peer.role == "standby":
+            self._standby_knows = int(record["epoch"])
+        super()._take(peer, record)
+
+    def _hello_of_rank(self, peer: Peer, record: dict[str, Any]) -> None:
+        super()._hello_of_rank(peer, record)
+        self.desk.saw(int(record["group"]) % len(self._hosts), int(record["group"]))
+
+    # ---- agents
+
+    def _from_agent(self, peer: Peer, record: dict[str, Any]) -> None:
+        if record["kind"] == "concluded":
+            for standby in self._with_role("standby"):
+                self._send(standby, {"kind": "over"})
+        if record["kind"] in _OF_THE_DESK:
+            self.desk.take(peer, record)
+        else:
+            super()._from_agent(peer, record)
+
+    def _tell_agents(self, event: str, **fields: Any) -> None:
+        fields = {"t": time.time(), **fields}
+        if self._cut_off:
+            self._untold.append((event, fields))
+            return
+        self.desk.note(event, fields)
+        super()._tell_agents(event, **fields)
+
+    @property
+    def _cut_off(self) -> bool:
+        if not self._had_standby or self._last is None or not self._silent:
+            return False
+        active = set(self._last.active)
+        silent = 2 * len(self._silent & active)
+        if silent < len(active) or any(peer.heard > self._silent_at for peer in self._with_role("standby")):
+            return False
+        return silent > len(active) or self._standby_knows < self._last.epoch
+
+    def _check_absent(self, now: float) -> None:
+        """Hosts whose ranks are connected and whose agent isn't, for longer than it takes to come."""
+        if now < self._absent_at:
+            return
+        self._absent_at = now + self._lease_s / 4
+        present = {peer.host for peer in self._with_role("agent")}
+        absent = {peer.host for peer in self._with_role("rank")} - present
+        self._absent = {host: self._absent.get(host, now) for host in absent}
+        for host in [host for host, since in self._absent.items() if now - since > ABSENT_S + self._lease_s]:
+            for peer in [p for p in self._with_role("rank") if p.host == host]:
+                self._silent.add(peer.group)
+                self._silent_at = now
+                self._lost(peer.group, peer.incarnation, f"host {host} has no agent")
+
+    # ---- other coordinators
+
+    def _herald(self) -> None:
+        """In a thread, until this coordinator ends."""
+        while not self._ended.wait(HERALD_S):
+            for number, address in enumerate(self._hosts):
+                if number != self.desk.number and not self._ended.is_set():
+                    with suppress(OSError, WireError, KeyError):
+                        self._tell_term(address)
+
+    def _tell_term(self, address: str) -> None:
+        with connect(address, _LOOK_S) as link:
+            challenge, term = await_challenge(link, Frames()), self.membership.term
+            if int(challenge["term"]) < term:
+                shown = proof(self._secret, str(challenge["nonce"]))
+                link.sendall(pack({"kind": "hello", "role": "coordinator", "proof": shown, "term": term}))
