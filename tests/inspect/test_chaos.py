@@ -154,11 +154,11 @@ def test_only_our_own_children_are_hit() -> None:
 # ---- what it cost
 
 
-def commits(gaps: list[float], step_s: float = 0.5) -> Commits:
+def commits(gaps: list[float]) -> Commits:
     times = [1000.0]
     for gap in gaps:
         times.append(times[-1] + gap)
-    return Commits(tuple(range(1, len(times) + 1)), tuple(times), (step_s,) * len(times))
+    return Commits(tuple(range(1, len(times) + 1)), tuple(times))
 
 
 def test_effective_time_is_the_steps_at_the_controls_pace_over_the_time() -> None:
@@ -176,8 +176,14 @@ def test_a_faults_loss_is_what_its_long_intervals_took_above_the_usual() -> None
 
 def test_the_control_is_cut_where_it_waited() -> None:
     before, after = commits([0.5] * 20).split(8)
-    assert (before.steps[-1], after.steps[0], len(after.times), len(after.step_s)) == (8, 9, 13, 13)
+    assert (before.steps[-1], after.steps[0], len(after.times)) == (8, 9, 13)
     assert commits([0.5] * 3).split(4)[1].steps == ()
+
+
+def test_the_usual_step_is_a_median_and_leaves_out_the_cold_ones() -> None:
+    found = commits([9.0] * 5 + [0.5] * 10 + [5.5])
+    assert found.usual_s == pytest.approx(0.5)
+    assert found.mean_s == pytest.approx(10.5 / 11)
 
 
 def test_too_few_steps_have_no_pace() -> None:

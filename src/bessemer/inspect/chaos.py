@@ -2,8 +2,12 @@
 
     effective time = committed steps x median step of the control / seconds from the first commit to the last
 
+A step lasts from one commit to the next. Steps that scatter have a mean above their median, so that the control itself
+stays below 1 by this measure; `pace` leaves that out: the steps a second under faults over those of the control.
+
 The control runs a part of its steps before the run with faults and the rest after it, since the machine may be quieter
-at one time than at the other; the smaller median counts. It also gives the bits that the disturbed run has to end with.
+at one time than at the other; the smaller median counts, of as many steps behind as before. It also gives the bits that
+the disturbed run has to end with.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from bessemer.core.errors import RequestError
@@ -37,35 +41,41 @@ SETTLED_S = 20.0
 
 @dataclass(frozen=True)
 class Commits:
-    """The committed steps of a run: numbers, unix times, and `step_s` of each."""
+    """The committed steps of a run: numbers and unix times."""
 
     steps: tuple[int, ...]
     times: tuple[float, ...]
-    step_s: tuple[float, ...]
 
     @classmethod
     def read(cls, folder: Path) -> Commits:
-        lines = [(int(r["step"]), float(r["t"]), float(r["step_s"])) for r in read_records(folder / "metrics.jsonl")]
-        steps, times, seconds = zip(*sorted(lines), strict=True) if lines else ((), (), ())
-        return cls(steps, times, seconds)
+        lines = [(int(r["step"]), float(r["t"])) for r in read_records(folder / "metrics.jsonl")]
+        steps, times = zip(*sorted(lines), strict=True) if lines else ((), ())
+        return cls(steps, times)
 
     def split(self, step: int) -> tuple[Commits, Commits]:
         """The steps up to and with `step`, and those behind it."""
         at = bisect.bisect_right(self.steps, step)
-        return self._part(slice(at)), self._part(slice(at, None))
+        return Commits(self.steps[:at], self.times[:at]), Commits(self.steps[at:], self.times[at:])
 
-    def _part(self, which: slice) -> Commits:
-        return Commits(self.steps[which], self.times[which], self.step_s[which])
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds from each commit to the next."""
+        return [end - begin for begin, end in pairwise(self.times)]
 
     @property
     def usual_s(self) -> float:
         """The median step, without the first ones."""
-        if len(self.step_s) <= COLD_STEPS:
+        if len(self.steps) <= COLD_STEPS + 1:
             raise RequestError(
                 f"{counted(len(self.steps), 'step')} were committed: too few to tell how long one takes",
                 code="chaos-job", fix=f"train.steps = {LEAST_STEPS}, or more",
             )  # fmt: skip
-        return median(self.step_s[COLD_STEPS:])
+        return median(self.gaps_s[COLD_STEPS:])
+
+    @property
+    def mean_s(self) -> float:
+        """The mean step, without the first ones."""
+        return fmean(self.gaps_s[COLD_STEPS:])
 
     def effective_time(self, step_s: float) -> float:
         """What part of the time from the first commit to the last its steps would have taken at `step_s` each."""
@@ -73,21 +83,22 @@ class Commits:
 
     def lost_s(self, t: float, until: float) -> float:
         """Seconds above the median interval of those intervals that end in (t, until] and are long."""
-        gaps = [(end, end - begin) for begin, end in pairwise(self.times)]
-        usual = median(gap for _, gap in gaps)
-        return sum(gap - usual for end, gap in gaps if t < end and end - gap <= until and gap > LONG * usual)
+        usual = median(self.gaps_s)
+        ends = zip(self.times[1:], self.gaps_s, strict=True)
+        return sum(gap - usual for end, gap in ends if t < end and end - gap <= until and gap > LONG * usual)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chaos:
     """What the faults cost. control_step_s: medians before and after; control_effective_time: of both parts by the same
-    measure, which noise keeps below 1 too."""
+    measure; pace: the control's mean step over that of the run with faults."""
 
     folder: Path
     finished: bool
     steps: int
     effective_time: float
     effective_time_all_devices: float
+    pace: float
     control_effective_time: tuple[float, ...]
     control_step_s: tuple[float, ...]
     steps_lost: int
@@ -104,6 +115,7 @@ class Chaos:
             f"effective time          {self.effective_time:.2%}   of all devices, spares too "
             f"{self.effective_time_all_devices:.2%}   control "
             + ", ".join(f"{part:.2%}" for part in self.control_effective_time),
+            f"pace                    {self.pace:.2%} of the control's",
             f"committed               {counted(self.steps, 'step')}, {self.steps_lost} lost, "
             f"{counted(self.restarts, 'restart')}" + ("" if self.finished else "; NOT FINISHED"),
             f"final state             {'equals the control, bit for bit' if self.bitwise_equal else 'DIFFERS'}",
@@ -155,7 +167,9 @@ def run_chaos(job: Job, plan: Plan, folder: Path, minutes: float | None, tell: C
 def summarise(job: Job, folder: Path, disturbed: ChaosRun, stopped: int) -> Chaos:
     """From the records of the two runs in `folder`. `stopped`: the step after which the control waited."""
     commits = Commits.read(folder / "faults")
-    parts = [part for part in Commits.read(folder / "control").split(stopped) if len(part.steps) > COLD_STEPS]
+    before, rest = Commits.read(folder / "control").split(stopped)
+    near = before, rest.split(2 * stopped)[0]
+    parts = [part for part in near if len(part.steps) > COLD_STEPS + 1]
     medians = tuple(part.usual_s for part in parts)
     effective = commits.effective_time(min(medians))
     events = list(read_records(folder / "faults" / "events.jsonl"))
@@ -167,6 +181,7 @@ def summarise(job: Job, folder: Path, disturbed: ChaosRun, stopped: int) -> Chao
         steps=len(commits.steps),
         effective_time=effective,
         effective_time_all_devices=effective * shared,
+        pace=fmean(part.mean_s for part in parts) / commits.mean_s,
         control_effective_time=tuple(part.effective_time(min(medians)) for part in parts),
         control_step_s=medians,
         steps_lost=sum(int(e["steps"]) for e in events if e["event"] == "cut"),
