@@ -48,7 +48,8 @@ def train(
     """Train the model of a job file, or go on with it.
 
     Checks the job, then starts one process a rank on this host and watches over them; under torchrun, Slurm or MPI
-    it takes part as the rank that the launcher made it. Ctrl-C finishes the step, saves and exits with 3; the same
+    it takes part as the rank that the launcher made it or, in a job that goes on while groups of ranks are lost, as
+    the agent of one of several hosts. Ctrl-C finishes the step, saves and exits with 3; the same
     command goes on from there.
 
     job_path: The job file (TOML).
@@ -71,18 +72,22 @@ def train(
         return Trained(0, run_dry(checked.job, checked.spec, ranks, job_path))
     from bessemer.keep.launch import find_launch
 
-    if find_launch() is not None:
+    job, launch = checked.job, find_launch()
+    if launch is not None and job.keep.mode == "restart":
         from bessemer.train.worker import join
 
-        return Trained(join(checked.job))
+        return Trained(join(job))
     from bessemer.api._flight import beside
     from bessemer.keep.agent import Options, run
 
-    prepare = partial(_prepare_data, checked.job)
-    options = Options(
-        quiet=quiet, again=_again(job_path, sets), prepare=prepare, beside=beside(checked.job)
-    )  # fmt: skip
-    return Trained(run(checked.job, options))
+    prepare = partial(_prepare_data, job)
+    options = Options(quiet=quiet, again=_again(job_path, sets), prepare=prepare, beside=beside(job))
+    if launch is not None and launch.world_size > 1:
+        from bessemer.keep.host_run import run_on_host
+        from bessemer.keep.hosts import hosts_of_launch
+
+        return Trained(run_on_host(job, options, hosts_of_launch(launch)))
+    return Trained(run(job, options))
 
 
 def _again(job_path: str, sets: Sequence[str]) -> str:

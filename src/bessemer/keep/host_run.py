@@ -11,7 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from bessemer.core.errors import PeerLost, RequestError
@@ -66,7 +66,8 @@ def run_on_host(job: Job, options: Options, hosts: Hosts) -> int:
             if wishes.names:
                 return 3
             with _workplace(folder, hosts) as place:
-                return HostAgent(hosts, founds, folder, journal, options, place, lock if founds else None).run()
+                with options.beside(folder.path, place / "agent") if founds else nullcontext():
+                    return HostAgent(hosts, founds, folder, journal, options, place, lock if founds else None).run()
         finally:
             journal.close()
     finally:
