@@ -84,10 +84,11 @@ def _destroy(groups: list[object]) -> None:
     groups.clear()
 
 
-def connect_gloo(store: Any, rank: int, size: int, timeout_s: float, interface: str = "lo") -> Link:
-    """A gloo group on a device of its own. Blocks until all have come, at most `timeout_s`."""
+def connect_gloo(store: Any, rank: int, size: int, timeout_s: float, address: str = "127.0.0.1") -> Link:
+    """A gloo group on a device of its own, at an address or name of this host. Blocks until all have come, at most
+    `timeout_s`."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout_s)
     return _Gloo(dist.ProcessGroupGloo(store, rank, size, options))
 
