@@ -6,8 +6,9 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,29 +88,35 @@ def takeoff(  # noqa: PLR0913
     if not patrol and (rounds is not None or history is not None):
         raise RequestError("--rounds and --history go with --patrol", code="takeoff-patrol", fix="add --patrol")
     asked = _asked(job_path, sets, minutes, hosts)
-    launch = find_launch()
-    if launch is not None and ranks is not None:
-        what = f"--ranks {ranks}: {launch.launcher} has started the ranks already"
-        raise RequestError(what, code="takeoff-ranks", fix="leave --ranks out")
-    where = _Where(asked, launch, ranks)
-    folder = user_path(history) if history is not None else checksums_file(asked.cache).parent / "hosts"
-    watch = _Watch(History(folder), Rule(bad=quarantine, good=release)) if patrol else None
+    where = _Where(asked, find_launch(), ranks)
+    file = None if hosts_file is None else user_path(hosts_file)
+    if not patrol:
+        last = _one(asked, where, 1, None, file)
+    else:
+        folder = user_path(history) if history is not None else checksums_file(asked.cache).parent / "hosts"
+        watch = _Watch(History(folder), Rule(bad=quarantine, good=release))
+        last = _patrol(partial(_one, asked, where, watch=watch, file=file), watch, every * 60, rounds)
+    if last is None:
+        raise SystemExit(where.code)  # rank 0 prints for all
+    return last
+
+
+def _patrol(one: Callable[[int], Takeoff | None], watch: _Watch, every_s: float, rounds: int | None) -> Takeoff | None:
+    """The last check, after so many rounds or Ctrl-C."""
     last = None
     for number in itertools.count(1):
         start = time.monotonic()
         try:
-            last = _one(asked, where, number, watch, None if hosts_file is None else user_path(hosts_file))
-            if watch is None or number == rounds:
-                break
+            last = one(number)
             if last is not None:
                 print(patrol_line(number, last.verdict, watch.out), file=sys.stderr, flush=True)
-            time.sleep(max(0.0, every * 60 + start - time.monotonic()))
+            if number == rounds:
+                break
+            time.sleep(max(0.0, every_s + start - time.monotonic()))
         except KeyboardInterrupt:
-            if watch is None or last is None:
+            if last is None:
                 raise
             break
-    if last is None:
-        raise SystemExit(where.code)  # rank 0 prints for all
     return last
 
 
@@ -132,6 +139,9 @@ class _Where:
         self.code = 0
         self._site: Site | None = None
         if launch is not None:
+            if ranks is not None:
+                what = f"--ranks {ranks}: {launch.launcher} has started the ranks already"
+                raise RequestError(what, code="takeoff-ranks", fix="leave --ranks out")
             from bessemer.inspect.takeoff_launch import meet
 
             self._site = meet(launch)

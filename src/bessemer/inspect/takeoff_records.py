@@ -5,6 +5,8 @@ fleet = Fleet.model_validate_json(text)
 
 from __future__ import annotations
 
+import functools
+
 from pydantic import Field
 
 from bessemer.core.model import Frozen
@@ -157,7 +159,8 @@ class Fleet(Frozen):
 
     def host_of(self, rank: int) -> str:
         """The host of a rank; KeyError for one that none has."""
-        for state in self.hosts:
-            if rank in state.ranks:
-                return state.host
-        raise KeyError(f"rank {rank} is on no host")
+        return self.host_by_rank[rank]
+
+    @functools.cached_property
+    def host_by_rank(self) -> dict[int, str]:
+        return {rank: state.host for state in self.hosts for rank in state.ranks}

@@ -14,6 +14,8 @@ __all__ = ["partners", "rounds", "sample"]
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """n - 1 rounds of n/2 pairs (a < b), each pair once: the circle method, in which 0 stays and the others turn. An
     odd n takes n rounds, in each of which one has a rest."""
+    if count < 2:
+        return []
     places = list(range(count + count % 2))
     found = []
     for _ in range(len(places) - 1):

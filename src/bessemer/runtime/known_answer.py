@@ -126,18 +126,22 @@ class WholeAnswer:
     def fault(self, c_MN: Tensor) -> str:
         """ "" where c is the product; else where the first wrong row meets the first wrong column, with both values."""
         wide_MN = c_MN.double()
+        broken = (wide_MN != wide_MN.round()).nonzero()  # too little to show in a sum, or not a number
+        if len(broken):
+            return f"whole numbers: {self._instead(wide_MN, *broken[0].tolist())}"
         rows, columns = (
             (wide_MN.sum(dim) != known).nonzero().flatten().tolist()
             for dim, known in ((1, self._rows_M), (0, self._columns_N))
         )
         if not rows and not columns:
             return ""
-        row, column = (found[0] if found else 0 for found in (rows, columns))
+        first = self._instead(wide_MN, *(found[0] if found else 0 for found in (rows, columns)))
+        lines = f"{counted(len(rows), 'wrong row')} and {counted(len(columns), 'wrong column')}"
+        return f"whole numbers: {lines}, first {first}"
+
+    def _instead(self, wide_MN: Tensor, row: int, column: int) -> str:
         right = int((self._a_MK[row] * self._b_KN[:, column]).sum())
-        return (
-            f"whole numbers: {counted(len(rows), 'wrong row')} and {counted(len(columns), 'wrong column')}, first at "
-            f"[{row}, {column}]: {wide_MN[row, column].item():g} instead of {right}"
-        )
+        return f"at [{row}, {column}]: {wide_MN[row, column].item():g} instead of {right}"
 
 
 def first_difference(made: Tensor, reference: Tensor) -> str:
