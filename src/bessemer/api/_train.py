@@ -13,6 +13,7 @@ from bessemer.api._check import check
 from bessemer.api._dry_run import DryRun
 from bessemer.api._dry_run import dry_run as run_dry
 from bessemer.api._extras import need
+from bessemer.api._takeoff import before_training
 from bessemer.core.errors import ConfigError, RequestError
 from bessemer.core.units import format_bytes, format_count
 
@@ -50,7 +51,7 @@ def train(
     Checks the job, then starts one process a rank on this host and watches over them; under torchrun, Slurm or MPI
     it takes part as the rank that the launcher made it or, in a job that goes on while groups of ranks are lost, as
     the agent of one of several hosts. Ctrl-C finishes the step, saves and exits with 3; the same
-    command goes on from there.
+    command goes on from there. Ranks on several hosts first check these (`run.takeoff`); exit code 4: one is bad.
 
     job_path: The job file (TOML).
     sets: Override a field: --set train.steps=50. May be repeated.
@@ -73,6 +74,10 @@ def train(
     from bessemer.keep.launch import find_launch
 
     job, launch = checked.job, find_launch()
+    # what the check keeps lives as long as this function: see `inspect.takeoff_launch`
+    code, _kept = before_training(job, checked.spec, launch if job.keep.mode == "restart" else None)
+    if code:
+        return Trained(code)
     if launch is not None and job.keep.mode == "restart":
         from bessemer.train.worker import join
 
