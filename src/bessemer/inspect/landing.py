@@ -17,7 +17,8 @@ from typing import Any
 
 from bessemer.inspect.landing_remains import KernelLine, Remains, read_remains
 from bessemer.inspect.landing_traces import Cluster, clusters
-from bessemer.inspect.landing_verdict import Loss, Verdict, judge, losses
+from bessemer.inspect.landing_verdict import NO_FAULT, Loss, Verdict, judge, losses
+from bessemer.runtime.dump_folder import DumpNote, dump_notes
 
 __all__ = ["Landing", "landing_of", "read_landing"]
 
@@ -25,13 +26,14 @@ __all__ = ["Landing", "landing_of", "read_landing"]
 @dataclass(frozen=True)
 class Landing:
     """verdict: of the last attempt. losses: of ranks that the run outlived, oldest first. clusters: ranks of the last
-    attempt whose logs end with the same error and stack."""
+    attempt whose logs end with the same error and stack. dumps: what its faults left for a replay, oldest first."""
 
     run: str
     verdict: Verdict
     losses: list[Loss] = field(default_factory=list)
     clusters: list[Cluster] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    dumps: list[DumpNote] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """The form of `bessemer landing RUN --json`."""
@@ -44,6 +46,10 @@ class Landing:
                 {"ranks": list(c.ranks), "error": c.trace.kind, "evidence": c.trace.evidence} for c in self.clusters
             ],
             "notes": self.notes,
+            "dumps": [
+                {"path": str(d.path), "rank": d.rank, "step": d.step, "kind": d.kind, "operator": d.operator}
+                for d in self.dumps
+            ],
         }
 
     def __rich__(self) -> Any:
@@ -75,4 +81,18 @@ def landing_of(remains: Remains) -> Landing:
         for log in remains.traces
         if log.startswith("rank-") and (trace := remains.trace(log, last)) is not None
     }
-    return Landing(str(remains.folder), verdict, losses(remains), clusters(traces), remains.notes)
+    dumps = [note for note in dump_notes(remains.folder / "dumps") if remains.may_be_of(note.t, last)]
+    verdict = _with_dumps(verdict, dumps)
+    return Landing(str(remains.folder), verdict, losses(remains), clusters(traces), remains.notes, dumps)
+
+
+def _with_dumps(verdict: Verdict, dumps: Sequence[DumpNote]) -> Verdict:
+    """The verdict with the dump of the guilty rank, else the first one, as evidence and as what to do."""
+    of_rank = [note for note in dumps if note.rank == verdict.rank]
+    if not dumps or verdict.kind == NO_FAULT or (verdict.rank is not None and not of_rank):
+        return verdict
+    note = (of_rank or dumps)[0]
+    made = f" in {note.operator}" if note.operator else ""
+    line = f"dumps/{note.path.name}: {note.kind}{made}, rank {note.rank}, step {note.step}"
+    following = f"{verdict.next}; `bessemer landing --replay {note.path}` runs it again"
+    return replace(verdict, evidence=(*verdict.evidence, line), next=following)

@@ -32,7 +32,7 @@ class Element:
     value: float
 
     def __str__(self) -> str:
-        return f"{self.name}{list(self.index)} = {self.value:g}"
+        return f"{self.name}{list(self.index) if self.index else ''} = {self.value:g}"
 
 
 def first_bad_element(tensors: Mapping[str, Tensor]) -> Element | None:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bessemer.core.errors import RequestError
+from bessemer.runtime.bad_element import Element
 from bessemer.runtime.dump_folder import RECORD, TENSORS, as_json, read_record
 from bessemer.runtime.first_bad import Call, ParameterView, bad_elements, tensors_in
 
@@ -152,6 +153,13 @@ class Operator:
         return None if view is None else ParameterView(
             view["name"], tuple(view["shape"]), tuple(view["stride"]), view["offset"]
         )  # fmt: skip
+
+    def bad_argument(self) -> Element | None:
+        """A number among the arguments that isn't finite."""
+        for name, value in self.record["arguments"].items():
+            if isinstance(value, dict) and "float" in value:
+                return Element(name, (), float(value["float"]))
+        return None
 
     @torch.no_grad()
     def run(self, inputs: Mapping[str, Tensor] | None = None) -> list[Tensor]:

@@ -68,8 +68,9 @@ def stop_non_finite(
         text += _made_by(call) if call is not None or severity >= FORWARD or not mine.batches else _NOT_AGAIN
         finding = _Finding(severity, 0, text, micro if finding.micro is None else finding.micro, finding.bad)
     if mesh.rank == guilty and passes.dumps is not None:
-        batch = None if finding.micro is None else mine.batches[finding.micro]
-        fault = Fault(step, text, call, finding.micro, batch, dict(finding.bad or {}), again)
+        known = range(len(mine.batches)) if finding.micro is None else (finding.micro,)
+        batches = {} if severity == PARAMETER else {at: mine.batches[at] for at in known}
+        fault = Fault(step, text, call, batches, dict(finding.bad or {}), again)
         where = passes.dumps.non_finite(passes, fault)
     text, where = mesh.broadcast_text(text, guilty), mesh.broadcast_text(where, guilty)
     first, last = job.samples_before(step), job.samples_before(step + 1) - 1

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -51,15 +51,14 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Fault:
-    """A non-finite value of step `step` (from 0). call: what made it, if that was seen; micro: the place of the
-    micro-batch among this rank's, None where none is known; tensors: what was found bad, by name; again: whether the
-    pass, run again at once, gave a bad value with each kind of operators."""
+    """A non-finite value of step `step` (from 0). call: what made it, if that was seen; batches: the micro-batches that
+    may have shown it, by their place among this rank's; tensors: what was found bad, by name; again: whether the pass,
+    run again at once, gave a bad value with each kind of operators."""
 
     step: int
     text: str
     call: Call | None
-    micro: int | None
-    batch: Batch | None
+    batches: Mapping[int, Batch]
     tensors: dict[str, Tensor]
     again: dict[str, bool]
 
@@ -90,7 +89,7 @@ class Dumps:
                 "module": "" if fault.call is None else fault.call.module,
                 "stack": [] if fault.call is None else fault.call.stack,
                 "again": fault.again,
-                **self._micro_batch(passes, fault.step, fault.micro, fault.batch, bag, fault.tensors),
+                **self._micro_batches(passes, fault.step, fault.batches, bag, fault.tensors),
             }
 
         return self._written(fault.step, record, bag)
@@ -101,7 +100,7 @@ class Dumps:
         if isinstance(error, BessemerError) or sounds_like_a_lost_peer(str(error)):
             return
         bag = self._bag()
-        micro, batch = passes.running if passes.running is not None else (None, None)
+        batches = dict([passes.running]) if passes.running is not None else {}
 
         def record() -> dict[str, Any]:
             frames = list(_frames(error.__traceback__))
@@ -116,7 +115,7 @@ class Dumps:
                 "module": module,
                 "stack": [f"{Path(f.f_code.co_filename).name}:{f.f_lineno} {f.f_code.co_name}" for f in frames],
                 "again": {},
-                **self._micro_batch(passes, step, micro, batch, bag, found),
+                **self._micro_batches(passes, step, batches, bag, found),
             }
 
         path = self._written(step, record, bag)
@@ -178,30 +177,32 @@ class Dumps:
             "collectives": [_operation(operation) for operation in box.operations[-LAST:]],
         }
 
-    def _micro_batch(
-        self, passes: Passes, step: int, micro: int | None, batch: Batch | None, bag: Bag, tensors: dict[str, Tensor]
+    def _micro_batches(
+        self, passes: Passes, step: int, batches: Mapping[int, Batch], bag: Bag, tensors: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """The data cursor, the random states, the micro-batch and, where this rank holds the whole model, its weights:
-        in this order, as far as they fit."""
-        names = []
-        for name, tensor in (batch or {}).items():
-            names.append(f"batch.{name}")
-            bag.add(names[-1], tensor)
+        """The data cursor, the micro-batches, the random states and, where this rank holds the whole model, its
+        weights: in this order, as far as they fit."""
+        for micro, batch in batches.items():
+            for name, tensor in batch.items():
+                bag.add(f"batch.{micro}.{name}", tensor)
         for name, tensor in tensors.items():
             bag.add(name, tensor)
         bag.add("random.cpu", torch.get_rng_state())
         if self.mesh.device.type != "cpu":
             bag.add("random.device", torch.get_device_module(self.mesh.device).get_rng_state())
-        weights = []
-        if batch is not None and self._holds_all(passes.module):
-            state = dict(_state(passes.module))
-            if sum(tensor.numel() * tensor.itemsize for tensor in state.values()) <= bag.room:
-                weights = list(state)
-                for name, tensor in state.items():
-                    bag.add(name, tensor)
+        state = dict(_state(passes.module)) if batches and self._holds_all(passes.module) else {}
+        size = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+        whole = bool(state) and size <= bag.room
+        if whole:
+            for name, tensor in state.items():
+                bag.add(name, tensor)
+        job = self.job
         return {
-            "cursor": self._cursor(step, micro),
-            "micro_batch": {"inputs": names, "weights": weights, "whole": bool(weights) and bag.whole(weights)},
+            "samples_of_step": [job.samples_before(step), job.samples_before(step + 1) - 1],
+            "micro_batches": [
+                {"place": micro, **self._cursor(step, micro), "inputs": list(batch)} for micro, batch in batches.items()
+            ],
+            "weights": whole and bag.whole(list(state)),
         }
 
     def _holds_all(self, module: nn.Module) -> bool:
@@ -209,18 +210,16 @@ class Dumps:
         one = all(sizes[axis] == 1 for axis in ("pp", "shard", "cp", "tp"))
         return one and all(type(p) is nn.Parameter for p in module.parameters())
 
-    def _cursor(self, step: int, micro: int | None) -> dict[str, Any]:
-        """Which samples the micro-batch was of."""
+    def _cursor(self, step: int, micro: int) -> dict[str, Any]:
+        """The unit and the samples of this rank's micro-batch `micro`; nothing where the units aren't known."""
         job = self.job
-        found: dict[str, Any] = {"samples_of_step": [job.samples_before(step), job.samples_before(step + 1)]}
-        place = None if micro is None else divmod(micro, job.micro_batches)
-        if place is None or place[0] >= len(self.units):
-            return found
-        unit, inside = self.units[place[0]], place[1]
+        place, inside = divmod(micro, job.micro_batches)
+        if place >= len(self.units):
+            return {}
         part, each = job.unit // job.shard, job.train.micro_batch
         first = self.mesh.at("shard") * part + inside * each
-        samples = list(units_of_step(job, step)[unit])[first : first + each]
-        return {**found, "unit": unit, "micro_batch": inside, "samples": samples}
+        samples = list(units_of_step(job, step)[self.units[place]])[first : first + each]
+        return {"unit": self.units[place], "samples": samples}
 
 
 def dumps_of(job: Job, mesh: Mesh, member: Member, recorder: Recorder) -> Dumps | None:
