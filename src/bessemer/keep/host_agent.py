@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from bessemer.core.errors import PeerLost, RequestError, RunFolderError
+from bessemer.keep.coordinators import Post
 from bessemer.keep.desk import token_of
 from bessemer.keep.elastic_agent import SEEK_S, WATCH_S, ElasticAgent
 from bessemer.keep.host_coordinators import HostCoordinators
@@ -192,8 +193,12 @@ class HostAgent(ElasticAgent):
             self._part()
         return silent_s > self._lease_s
 
-    def _seek_coordinator(self) -> None:
-        """Nothing: `_part` begins to seek."""
+    def _on_coordinator_end(self, post: Post) -> None:
+        """Of the process on this host, which may have been a standby."""
+        self.coordinators.on_end(post)
+        code = None if post.child is None else post.child.exit_code()
+        if code and self.coordinators.link is None and not self._finished:
+            self.journal.event("coordinator_lost", address=post.address, exit_code=code)
 
     def _seek_on(self) -> None:
         why = self.coordinators.seek()

@@ -4,30 +4,38 @@ Terms are shared out among the hosts, so that no two coordinators ever have the 
 coordinator that took over looks for others and tells them its term: that of the lower one ends, and what was connected
 with it goes over to the other.
 
-Exactly half of the epoch's active groups on hosts that fell silent doesn't stop the other half, where the last standby
-knew of the epoch: it needs more than half of those groups to take over.
+None goes on without some of an epoch's groups before it has claimed that epoch (`claims.py`). One that has most of the
+active groups claims at once; one that hasn't waits until the others, if they live, have had time to do so.
 """
 
 from __future__ import annotations
 
 import hmac
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from bessemer.keep.claims import Claim, Claims
 from bessemer.keep.coordinator import Coordinator
-from bessemer.keep.desk import Desk
+from bessemer.keep.desk import Desk, token_of
 from bessemer.keep.links import await_challenge, connect, proof
 from bessemer.keep.membership import Membership
 from bessemer.keep.switchboard import Peer
+from bessemer.keep.takeover import Takeover
 from bessemer.keep.wire import Frames, WireError, pack
 
 __all__ = ["HostsCoordinator"]
 
 HERALD_S = 3.0
+SETTLE_S = 0.3
+"""After the first host fell silent: others may do so at the same time."""
+WAIT_LEASES = 4
+"""How long those that don't have most of the active groups wait before they claim an epoch."""
+RETRY_S = 2.0
 ABSENT_S = 10.0
 """Beyond a lease, for an agent to connect with a coordinator of which it has to hear first."""
 _LOOK_S = 1.0
@@ -41,14 +49,19 @@ class HostsCoordinator(Coordinator):
         self, server: socket.socket, membership: Membership, desk: Desk, addresses: Sequence[str], **more: Any
     ) -> None:
         self.desk, self._hosts = desk, tuple(addresses)
-        self._standby_knows = 0
-        self._untold: list[tuple[str, dict[str, Any]]] = []  # while this side may be the smaller one
+        self._claims = Claims(desk.run, token_of(desk.run))
+        self._parked = False  # losses are known, and whether this side may go on without them isn't
+        self._claim_at = self._retry_at = 0.0
+        self._untold: list[tuple[str, dict[str, Any]]] = []  # while parked
         self._absent: dict[str, float] = {}  # since when
         self._absent_at = 0.0
         self._ended = threading.Event()
         super().__init__(server, membership, **more)
         desk.send = self._send
-        if self._takeover is not None:
+        if self._takeover is None:
+            self._claims.clear()
+        else:
+            self._claim_at = time.monotonic() + WAIT_LEASES * self._lease_s
             threading.Thread(target=self._herald, name="bessemer-herald", daemon=True).start()
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
@@ -56,7 +69,12 @@ class HostsCoordinator(Coordinator):
 
     def turn(self, timeout_s: float) -> None:
         super().turn(timeout_s)
-        m, decides = self.membership, self._takeover is None and not self._cut_off
+        now = time.monotonic()
+        if self._parked and self._takeover is None and now >= self._claim_at:
+            self._decide()
+        if self._takeover is not None and now >= self._claim_at and self._takeover.active_here:
+            self._take_over(self._takeover)
+        m, decides = self.membership, self._takeover is None and not self._parked
         while self._untold and decides:
             event, fields = self._untold.pop(0)
             super()._tell_agents(event, **fields)
@@ -92,11 +110,6 @@ class HostsCoordinator(Coordinator):
         elif peer.role == "agent":
             self.desk.come(peer, record, begun=self._known_epoch > 0, term=self.membership.term)
 
-    def _take(self, peer: Peer, record: dict[str, Any]) -> None:
-        if peer.role == "standby":
-            self._standby_knows = int(record["epoch"])
-        super()._take(peer, record)
-
     def _hello_of_rank(self, peer: Peer, record: dict[str, Any]) -> None:
         super()._hello_of_rank(peer, record)
         self.desk.saw(int(record["group"]) % len(self._hosts), int(record["group"]))
@@ -114,21 +127,59 @@ class HostsCoordinator(Coordinator):
 
     def _tell_agents(self, event: str, **fields: Any) -> None:
         fields = {"t": time.time(), **fields}
-        if self._cut_off:
+        if self._parked:
             self._untold.append((event, fields))
             return
         self.desk.note(event, fields)
         super()._tell_agents(event, **fields)
 
+    # ---- going on without some
+
     @property
     def _cut_off(self) -> bool:
-        if not self._had_standby or self._last is None or not self._silent:
-            return False
-        active = set(self._last.active)
-        silent = 2 * len(self._silent & active)
-        if silent < len(active) or any(peer.heard > self._silent_at for peer in self._with_role("standby")):
-            return False
-        return silent > len(active) or self._standby_knows < self._last.epoch
+        return self._parked
+
+    def _lost(self, group: int, incarnation: int, why: str) -> None:
+        m = self.membership
+        if self._takeover is None and group in self._silent and group in (*m.active, *m.joining):
+            self._parked = True
+            few = self._last is not None and 2 * len(self._silent & set(self._last.active)) > len(self._last.active)
+            self._claim_at = self._silent_at + (WAIT_LEASES * self._lease_s if few else SETTLE_S)
+        super()._lost(group, incarnation, why)
+
+    def _decide(self, *, force: bool = False, before: tuple[int, int] | None = None) -> None:
+        m, now = self.membership, time.monotonic()
+        if self._takeover is None and m.waiting:
+            if self._parked and now < self._claim_at:
+                self._decide_at = self._force_at = None  # `turn` comes back to it
+                return
+            self._parked = m.settles(force=force) and self._claimed(m.epoch, sorted(m.lost_names)) is not None
+            if self._parked:
+                self._decide_at = self._force_at = None
+                self._claim_at = now + RETRY_S
+                return
+        super()._decide(force=force, before=before)
+
+    def _take_over(self, takeover: Takeover) -> None:
+        known, now = takeover.known, time.monotonic()
+        if now < self._retry_at:
+            return
+        if known.epoch and known.step < self.membership.steps and not self.finished:
+            claimed = self._claimed(known.epoch, takeover.missing, since=known.epoch)
+            if claimed is not None:
+                if claimed.term:
+                    takeover.without(claimed.lost, now)
+                self._retry_at = now + RETRY_S
+                return
+        super()._take_over(takeover)
+
+    def _claimed(self, epoch: int, lost: Sequence[int], since: int | None = None) -> Claim | None:
+        """None where this side may go on; else who does, as far as is known."""
+        try:
+            return self._claims.take(epoch, self.membership.term, lost, since=since)
+        except (OSError, ValueError) as error:
+            print(f"epoch {epoch} can't be claimed: {error}", file=sys.stderr, flush=True)
+            return Claim(0, ())
 
     def _check_absent(self, now: float) -> None:
         """Hosts whose ranks are connected and whose agent isn't, for longer than it takes to come."""

@@ -158,7 +158,7 @@ class Membership:
         self._tell(leavers, {"kind": "released"})
         if not self.begun:
             self._begin()
-        elif self._lost and not (self._held and not force and not self._all_voted()):
+        elif self.settles(force=force):
             self._settle_losses()
         if self.begun and not self._lost and self.active:
             parked = len(self.active) < self.minimum
@@ -176,6 +176,15 @@ class Membership:
     def waiting(self) -> bool:
         """Whether losses wait for `decide(force=True)`."""
         return bool(self._lost)
+
+    @property
+    def lost_names(self) -> list[int]:
+        """Groups of the epoch that were lost since it was formed, as long as `decide` has drawn no conclusion."""
+        return [group.name for group in self._lost]
+
+    def settles(self, *, force: bool) -> bool:
+        """Whether `decide` would go on without the lost groups now."""
+        return self.begun and bool(self._lost) and not (self._held and not force and not self._all_voted())
 
     def _in(self, state: str) -> list[int]:
         """Ascending. The list is shared: groups are many and change seldom."""

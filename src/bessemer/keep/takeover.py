@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -120,6 +120,24 @@ class Takeover:
         active = set(known.active)
         return now >= self._over and 2 * len(active & (here | self._dead)) >= len(active) + bool(active)
 
+    @property
+    def missing(self) -> list[int]:
+        """Members of the epoch that are dead or not here as a whole."""
+        members = self.known.active + self.known.joining
+        return sorted(group for group in members if group in self._dead or not self._whole(group))
+
+    @property
+    def active_here(self) -> bool:
+        """Whether somebody is here who holds the state."""
+        return bool(self.known.epoch) and not set(self.known.active) <= set(self.missing)
+
+    def without(self, lost: Sequence[int], now: float) -> None:
+        """Another coordinator went on from this epoch without those groups: what followed is where the run stood."""
+        gone, known = set(lost), self.known
+        active, joining = (tuple(n for n in names if n not in gone) for names in (known.active, known.joining))
+        self.known = replace(known, epoch=known.epoch + 1, active=active, joining=joining, joins={})
+        self._over = now + self._lease_s
+
     def finish(self, **shape: Any) -> tuple[Membership, list[tuple[int, int]]]:
         """The membership that goes on, and the seats of those that are no part of it. `shape`: as for `Membership`."""
         known = self.known
@@ -155,7 +173,7 @@ def stand_by(primary: str, secret: str, *, lease_s: float) -> Decision | None:
         known, silent = Decision(term=int(challenge["term"])), 0
         while True:
             try:
-                link.sendall(pack({"kind": "alive", "epoch": known.epoch}))
+                link.sendall(pack({"kind": "alive"}))
                 data = link.recv(1 << 16)
                 silent = 0
             except TimeoutError:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,9 +16,11 @@ from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
 from bessemer.core.machine import load_machine
 from bessemer.data import open_dataset, prepare
-from bessemer.keep.cohort import Cohort, Epoch, Fenced, Released, Seat
+from bessemer.keep.cohort import SILENCE_S, Cohort, Epoch, Fenced, Released, Seat
+from bessemer.keep.hosts import address_of
 from bessemer.keep.join import rendezvous
 from bessemer.keep.links import SECRET
+from bessemer.keep.meeting_store import MeetingStore
 from bessemer.keep.member import Member
 from bessemer.keep.slices import Slice
 from bessemer.keep.vault_client import VaultClient
@@ -28,8 +29,8 @@ from bessemer.parallel.mesh import build_mesh
 from bessemer.runtime.device import Device, pick_device
 from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
-from bessemer.train.elastic import Connector, ElasticLoop, group_job
 from bessemer.train.dumps import dumps_of
+from bessemer.train.elastic import Connector, ElasticLoop, group_job
 from bessemer.train.opened import keep_tokenizer
 from bessemer.train.restore import Origin
 from bessemer.train.startup import note_machine, tell_start
@@ -37,6 +38,9 @@ from bessemer.train.transfer import Landing
 
 __all__ = ["run_member"]
 
+LEASE_S = 1.5
+SILENT_LEASES = 2
+"""On several hosts the coordinator's may fall silent with no end of its connections."""
 ACROSS_TIMEOUT_S = 60.0
 """Of a sum across groups. It is given up long before, when the coordinator knows who is lost."""
 
@@ -98,17 +102,20 @@ class LeaderSaver:
             self._client = None
 
 
-class FileConnector(Connector):
-    """Groups of one host meet in a file, one for each epoch and place."""
+class MeetingConnector(Connector):
+    """The ranks at one place of the groups of an epoch meet at the coordinator. `address`: of this host."""
 
-    def __init__(self, folder: Path, place: int, device: Device) -> None:
-        self._folder, self._place, self._device = folder, place, device
+    def __init__(self, cohort: Cohort, secret: str, device: Device, address: str) -> None:
+        self._cohort, self._secret, self._device, self._address = cohort, secret, device, address
 
     def link(self, epoch: Epoch, index: int) -> Link:
-        path = self._folder / f"epoch-{epoch.term}-{epoch.number}-{self._place}"
-        store = dist.FileStore(str(path), len(epoch.members))  # type: ignore[attr-defined]
-        make = connect_nccl if self._device.backend == "nccl" else connect_gloo
-        return make(store, index, len(epoch.members), ACROSS_TIMEOUT_S)
+        name = f"epoch-{epoch.term}-{epoch.number}-{self._cohort.seat.place}"
+        store = MeetingStore(self._cohort.address, self._secret, name, timeout_s=ACROSS_TIMEOUT_S)
+        size = len(epoch.members)
+        if self._device.backend == "nccl":
+            return connect_nccl(store, index, size, ACROSS_TIMEOUT_S)
+        with contextlib.closing(store):  # gloo needs it for no longer
+            return connect_gloo(store, index, size, ACROSS_TIMEOUT_S, self._address)
 
 
 def run_member(job: Job, member: Member) -> int:
@@ -139,9 +146,10 @@ def _pass_wishes_on(member: Member, cohort: Cohort) -> None:
 def _run(job: Job, member: Member) -> None:
     environment = os.environ
     group, joins = int(environment["BESSEMER_GROUP"]), bool(environment["BESSEMER_JOINS"])
+    address, hosts = environment.get("BESSEMER_ADDRESS", ""), int(environment.get("BESSEMER_NUM_HOSTS", 1))
     own, place = group_job(job), member.rank
     machine = load_machine(job.machine.name)
-    device = pick_device(machine.device, member.local_rank)
+    device = pick_device(machine.device, int(environment["BESSEMER_DEVICE"]))
     if own.layout.world_size > 1:
         member.phase(0, "connecting the ranks")
         dist.init_process_group(device.backend, rank=place, world_size=member.world_size, **rendezvous(member))
@@ -157,17 +165,19 @@ def _run(job: Job, member: Member) -> None:
     if first and mesh.rank == 0:
         keep_tokenizer(member.run_folder, prepared.tokenizer_json)
     if first:
-        note_machine(job, machine, mesh, member, devices=job.layout.world_size, hosts=1)
+        note_machine(job, machine, mesh, member, devices=job.layout.world_size, hosts=hosts)
     member.phase(0, "building the model")
     parts = assemble(own, spec, mesh)
     parts.step.passes.phases.attach(recorder)
+    parts.step.passes.dumps = dumps_of(job, mesh, member, recorder)
     if first and mesh.rank == 0:
         tell_start(job, spec, member)
     secret, sockets = environment[SECRET], member.agent.parent
-    vault, seat = member.vault, Seat(group, 0, place, os.uname().nodename)
+    vault = member.vault
+    seat = Seat(group, int(environment["BESSEMER_INCARNATION"]), place, address or os.uname().nodename)
     saver = LeaderSaver(lambda: VaultClient(vault, rank=place, world_size=member.world_size))
-    parts.step.passes.dumps = dumps_of(job, mesh, member, recorder)
-    cohort = Cohort(environment["BESSEMER_COORDINATOR"], secret, seat)
+    silence_s = SILENT_LEASES * (job.keep.lease_s or LEASE_S) if address else SILENCE_S
+    cohort = Cohort(environment["BESSEMER_COORDINATOR"], secret, seat, silence_s=silence_s)
     threading.Thread(target=_pass_wishes_on, args=(member, cohort), name="bessemer-leave", daemon=True).start()
     loop = ElasticLoop(
         parts=parts,
@@ -178,8 +188,8 @@ def _run(job: Job, member: Member) -> None:
         run_folder=member.run_folder,
         whole_job=job,
         cohort=cohort,
-        connector=FileConnector(sockets, place, device),
-        landing=Landing(f"unix:{sockets}/l{member.number}", secret),
+        connector=MeetingConnector(cohort, secret, device, address or "127.0.0.1"),
+        landing=Landing(address_of(address, 0) if address else f"unix:{sockets}/l{member.number}", secret),
         secret=secret,
         exact=job.keep.sums == "exact",
         joins=joins,
