@@ -209,12 +209,17 @@ class Flight:
     # ---- standing still
 
     def _standstill(self, record: Standstill) -> list[Finding]:
-        """A process that is stopped is named even where nobody waits for it yet; else who others wait for."""
-        stopped = tuple(r for r, since_s in sorted(record.stopped.items()) if since_s > record.lease_s)
+        """A process that is stopped is named once others wait for it, or after twice the lease; else who others wait
+        for."""
         hangs = record.quiet_s > record.longest_s
-        if not stopped and not hangs:
+        if not hangs and max(record.stopped.values(), default=0.0) <= record.lease_s:
             return []
         hang = find_hang(record.boxes)
+        waited_for = () if hang is None else hang.ranks
+        lease_s = {r: record.lease_s * (1 if r in waited_for else 2) for r in record.stopped}
+        stopped = tuple(r for r, since_s in sorted(record.stopped.items()) if since_s > lease_s[r])
+        if not stopped and not hangs:
+            return []
         step = self._step + 1
         if stopped:
             return self._stopped(record, stopped, hang) if self._is_new(step, "stopped", stopped, step) else []

@@ -147,7 +147,7 @@ class Standstill:
     """No step has come true for `quiet_s` seconds: the black boxes of all ranks, with ranks numbered as the run does.
 
     stopped: ranks whose process is stopped (state T), with for how long. longest_s: what a step may take before
-    standing still is a hang; lease_s: how long a rank may be stopped.
+    standing still is a hang; lease_s: how long a rank may be stopped while others wait.
     """
 
     t: float

@@ -50,7 +50,7 @@ __all__ = ["FlightWatch", "main"]
 LOOK_S, TURN_S = 0.2, 1.0
 LEASE_S = 1.5
 EARLIER = 0.8
-"""What stands still is told after this part of the time that it has, so that its stack is read before it's ended."""
+"""What stands still is told after this part of the time that it has: its stack must be read before it's ended."""
 LEADERS_WORK_S = 600.0
 """An evaluation or a checkpoint may keep the others waiting for this long."""
 EVICTIONS = 3
@@ -96,7 +96,7 @@ class FlightWatch:
         self._elastic = job.keep.mode == "zero-interruption"
         self._block = job.layout.world_size // job.replicas
         self._metrics, self._events = Lines(folder / "metrics.jsonl"), Lines(folder / "events.jsonl")
-        self._lease_s = EARLIER * (job.keep.lease_s or LEASE_S)
+        self._lease_s = EARLIER * (job.keep.lease_s or LEASE_S) / (2 if self._elastic else 1)  # there it's ended then
         self._shares_cores = job.layout.world_size > usable_cores()
         self._begin([] if self._elastic else list(range(job.replicas)))
         events = list(self._events.new())
