@@ -44,6 +44,7 @@ dp = 2
 """
 SIXTEEN = ['machine.name="h100"', "layout.dp=16", "train.global_batch=128", "train.micro_batch=1"]
 ELASTIC = ['keep.mode="zero-interruption"', "keep.spares=1"]
+AGENTS = [*SIXTEEN, 'keep.mode="zero-interruption"', "keep.spares=2"]
 PODS: dict[str, Any] = {"on": "kubernetes", "image": "registry.example/bessemer:1", "claim": "runs"}
 
 
@@ -86,7 +87,7 @@ def codes(error: ConfigError) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("extra", [{}, {"time": "2-12:00:00", "partition": "gpu", "account": "lab", "cpus": 8},
                                    {"restarts": 2, "spare_nodes": 1}])  # fmt: skip
-@pytest.mark.parametrize("sets", [[], SIXTEEN])
+@pytest.mark.parametrize("sets", [[], SIXTEEN, AGENTS])
 def test_sbatch_has_every_option_and_bash_reads_the_script(sets: list[str], extra: dict[str, Any]) -> None:
     if not sets and "spare_nodes" in extra:
         extra = {"restarts": 2}
@@ -116,6 +117,34 @@ def test_no_gpus_on_cpus_and_one_host_has_an_agent() -> None:
     assert "gpus-per-node" not in directives(text) and "srun " not in text.split("set -u")[1].replace(
         "Without srun", ""
     )
+
+
+def test_an_agent_on_each_host_for_runs_that_outlive_hosts() -> None:
+    """Eighteen groups of one rank, two of them spare: three hosts of six."""
+    text = launch(JOB, AGENTS, on="slurm", cpus=4).text
+    found, step = directives(text), srun_options(text.replace(" --no-kill ", " "))
+    assert (found["nodes"], found["ntasks-per-node"], found["gpus-per-node"]) == ("3", "1", "6")
+    assert (step["nodes"], step["ntasks"], step["ntasks-per-node"]) == ("3", "3", "1")
+    assert found["cpus-per-task"] == step["cpus-per-task"] == "24"
+    assert step["wait"] == "0" and "no-kill" in found and " --no-kill " in text
+    pairs = [*AGENTS, "layout.tp=2", "layout.dp=8", "machine.gpus_per_node=8"]
+    assert (launch(JOB, pairs, on="slurm").hosts.count, launch(JOB, pairs, on="slurm").hosts.ranks) == (3, 8)
+
+
+def test_agents_are_told_where_all_are_and_share_a_secret(tmp_path: Path) -> None:
+    agent = 'echo "$BESSEMER_HOSTS $MASTER_PORT ${#BESSEMER_SECRET}" >agents; exit 1'
+    env = stand_ins(tmp_path, bessemer=agent)
+    submit(launch(JOB, AGENTS, on="slurm").text, env).communicate(timeout=30)
+    assert Path("agents").read_text() == "n1,n2,n3 20002 64\n"
+    submit(launch(JOB, AGENTS, on="slurm").text, {**env, "BESSEMER_SECRET": "s" * 20}).communicate(timeout=30)
+    assert Path("agents").read_text() == "n1,n2,n3 20002 20\n"
+
+
+def test_a_run_that_has_finished_has_although_a_host_was_lost(tmp_path: Path) -> None:
+    agent = 'mkdir -p runs/first-heat; echo \'{"t":1,"event":"finished"}\' >runs/first-heat/events.jsonl; exit 143'
+    process = submit(launch(JOB, AGENTS, on="slurm", restarts=2).text, stand_ins(tmp_path, bessemer=agent))
+    process.communicate(timeout=30)
+    assert process.returncode == 0 and len(Path("log").read_text().splitlines()) == 1
 
 
 def stand_ins(folder: Path, *, bessemer: str, nodes: Sequence[str] = ("n1", "n2", "n3")) -> dict[str, str]:
@@ -203,9 +232,9 @@ def test_after_a_signal_nothing_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
-@pytest.mark.parametrize("sets", [[], SIXTEEN, ELASTIC])
+@pytest.mark.parametrize("sets", [[], SIXTEEN, ELASTIC, AGENTS])
 def test_kubernetes_has_every_field(sets: list[str], restarts: int) -> None:
-    secret = "bessemer" if sets is ELASTIC else ""
+    secret = "bessemer" if sets in (ELASTIC, AGENTS) else ""
     result = launch(JOB, sets, **PODS, restarts=restarts, cpus=4, memory="64Gi", namespace="lab", secret=secret)
     for item in documents(result.text):
         assert faults(item) == []
@@ -251,6 +280,22 @@ def test_a_job_set_restarts_whole_and_doesnt_count_stops() -> None:
     assert {"name": "MASTER_ADDR", "value": f"heat-{part['name']}-0-0.heat"} in variables
 
 
+def test_pods_with_agents_come_back_one_by_one() -> None:
+    text = launch(JOB, AGENTS, **PODS, name="heat", restarts=3, secret="bessemer").text
+    _, service, job = documents(text)
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert (spec["completions"], spec["parallelism"], spec["backoffLimitPerIndex"]) == (3, 3, 3)
+    assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["Ignore", "FailJob", "Ignore"]
+    assert container["command"][-2:] == ["train", "/etc/bessemer/job.toml"]
+    assert pod["subdomain"] == service["metadata"]["name"] == "heat"
+    names = ",".join(f"heat-{n}.heat" for n in range(3))
+    assert (variables["WORLD_SIZE"], variables["BESSEMER_HOSTS"]) == ("3", names)
+    assert {"RANK", "BESSEMER_SECRET", "MASTER_PORT"} <= variables.keys()
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "6"}
+
+
 def test_one_host_goes_on_after_a_stop_and_keeps_the_secret_out() -> None:
     text = launch(JOB, ELASTIC, **PODS, restarts=2, secret="bessemer").text
     [_, job] = documents(text)
@@ -260,14 +305,17 @@ def test_one_host_goes_on_after_a_stop_and_keeps_the_secret_out() -> None:
     variables = job["spec"]["template"]["spec"]["containers"][0]["env"]
     [reference] = [entry for entry in variables if entry["name"] == "BESSEMER_SECRET"]
     assert reference["valueFrom"] == {"secretKeyRef": {"name": "bessemer", "key": "secret"}}
-    assert "groups on several hosts are not supported yet" in text
+    assert "When the host itself is lost, the run starts again" in text
 
 
 # ---- what is refused
 
 
 @pytest.mark.parametrize(("sets", "flags", "expected"), [
-    ([*SIXTEEN, *ELASTIC], {"on": "slurm"}, {("launch-mode", "keep.mode")}),
+    ([*AGENTS, "layout.tp=2", "layout.dp=8", "machine.gpus_per_node=1"], {"on": "slurm"},
+     {("launch-mode", "keep.mode")}),
+    ([*AGENTS, "keep.restarts=3"], {"on": "slurm"}, {("launch-mode", "keep.restarts")}),
+    (AGENTS, PODS, {("launch-missing", "--secret")}),
     ([*SIXTEEN, "keep.restarts=3"], {"on": "slurm"}, {("launch-mode", "keep.restarts")}),
     (["layout.dp=3", "machine.gpus_per_node=2", "train.global_batch=24"], {"on": "slurm"},
      {("gpus-per-node", "machine.gpus_per_node")}),

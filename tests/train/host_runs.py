@@ -20,7 +20,7 @@ from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
 from bessemer.keep.links import SECRET
 
-PATIENCE_S = 100.0
+PATIENCE_S = 300.0
 
 
 def host_job(folder: Path, *, steps: int = 40, dp: int = 4, **keep: Any) -> Job:

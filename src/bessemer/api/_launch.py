@@ -115,7 +115,8 @@ def launch(  # noqa: PLR0913
     out: The file to write; without it the text is printed.
     name: What the cluster calls the run; default: run.name.
     cpus: CPU cores of each rank; default: the cluster's own.
-    restarts: How often the run starts again after a failure; on Kubernetes several hosts then need JobSet.
+    restarts: How often the run starts again after a failure; on Kubernetes several hosts then need JobSet, unless each
+        has an agent: then how often each comes back.
     grace: Seconds for finishing a step and saving, from SIGTERM to SIGKILL.
     partition: Slurm: the partition.
     account: Slurm: the account.
@@ -162,6 +163,11 @@ def _text(
     machine = load_machine(job.machine.name)
     problems = [*_common(common, given, on)]
     problems += _of_slurm(hosts, common, given) if on == "slurm" else _of_kubernetes(job, machine, common, given)
+    if on == "kubernetes" and hosts.agents and "secret" not in given:
+        why = "the agents of several hosts prove to each other that they know it"
+        problems.append(
+            _problem("launch-missing", "secret", "--secret is missing", why=why, fix=_PATTERNS["secret"][2])
+        )
     if problems:
         raise ConfigError(problems, f"the request for run {job.run.name}")
     if on == "slurm":

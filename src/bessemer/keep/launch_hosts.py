@@ -1,7 +1,7 @@
 """How many hosts a job takes, and what files for clusters have in common. No torch.
 
-A cluster's launcher starts either one agent, where the whole job fits on a host, or every rank of several hosts
-(`keep.join`). A run that goes on while groups of ranks are lost has an agent that works on one host so far.
+A cluster's launcher starts one agent where the whole job fits on a host, an agent on each host where the run goes on
+while groups of ranks are lost (`keep.host_run`), and else every rank of several hosts (`keep.join`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ base install can't import; a test compares them), and a minute for the vault's l
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """`count` hosts with `ranks` processes each, spares included."""
+    """`count` hosts with `ranks` processes each at most, spares included. `agents`: one on each of several starts
+    them."""
 
     count: int
     ranks: int
+    agents: bool = False
 
     def __str__(self) -> str:
         return f"{counted(self.count, 'host')} of {counted(self.ranks, 'rank')}"
@@ -35,15 +37,12 @@ class Hosts:
 def hosts_of(job: Job, source: str = "the job") -> Hosts:
     """The hosts of a job that `check` has found no fault with.
 
-    Raises ConfigError: launch-mode where the job needs an agent (keep.mode = "zero-interruption", keep.restarts) and
-    doesn't fit on one host, gpus-per-node where ranks don't fill their hosts.
+    Raises ConfigError: launch-mode where a copy of the model doesn't fit on a host of a run that goes on without it, or
+    keep.restarts asks for an agent that several hosts don't have; gpus-per-node where ranks don't fill their hosts.
     """
     world, per_host = job.layout.world_size, job.machine.gpus_per_node
     if job.keep.mode == "zero-interruption":
-        ranks = world + job.keep.spares * (world // job.replicas)
-        if ranks <= per_host:
-            return Hosts(count=1, ranks=ranks)
-        raise ConfigError([_several_hosts(job, ranks)], source)
+        return _hosts_of_groups(job, source)
     if world <= per_host:
         return Hosts(count=1, ranks=world)
     if world % per_host:
@@ -57,16 +56,25 @@ def hosts_of(job: Job, source: str = "the job") -> Hosts:
     return Hosts(count=world // per_host, ranks=per_host)
 
 
-def _several_hosts(job: Job, ranks: int) -> Problem:
-    per_host, spares = job.machine.gpus_per_node, job.keep.spares
-    what = f'mode = "zero-interruption" with {counted(ranks, "rank")}'
-    what += f" ({counted(spares, 'spare group')} included)" if spares else ""
+def _hosts_of_groups(job: Job, source: str) -> Hosts:
+    """As many groups on each host as fit, shared out evenly."""
+    groups, block = job.replicas + job.keep.spares, job.layout.world_size // job.replicas
+    if block > job.machine.gpus_per_node:
+        raise ConfigError([_wide_group(job, block)], source)
+    count = -(-groups // (job.machine.gpus_per_node // block))
+    if count > 1 and job.keep.restarts:
+        raise ConfigError([_no_agent(job)], source)
+    return Hosts(count=count, ranks=-(-groups // count) * block, agents=count > 1)
+
+
+def _wide_group(job: Job, block: int) -> Problem:
+    per_host = job.machine.gpus_per_node
     return Problem(
         code="launch-mode",
         where="keep.mode",
-        what=f"{what} takes more than one host of gpus_per_node = {per_host}",
-        why="its agent starts and watches the groups of one host; on several nobody would replace a lost one",
-        fix='keep.mode = "restart"' + (" without keep.spares" if spares else "") + f", or at most {per_host} ranks",
+        what=f'mode = "zero-interruption" with {counted(block, "rank")} in each copy of the model',
+        why=f"a copy is lost and replaced as a whole by the agent of one host, which has gpus_per_node = {per_host}",
+        fix=f'keep.mode = "restart", or a layout with at most {counted(per_host, "rank")} in each copy',
     )
 
 
@@ -75,7 +83,7 @@ def _no_agent(job: Job) -> Problem:
         code="launch-mode",
         where="keep.restarts",
         what=f"restarts = {job.keep.restarts} would have no effect on several hosts",
-        why="an agent starts ranks again in place, and under a cluster's launcher there is one on a single host only",
+        why="ranks are started again in place by the agent of a run on one host",
         fix=f"bessemer launch --restarts {job.keep.restarts} --set keep.restarts=0"
         + (" --set keep.memory_every=0" if job.keep.memory_every else ""),
     )
@@ -89,12 +97,17 @@ def heading(job: Job, hosts: Hosts, cluster: str) -> list[str]:
     ]
     if hosts.count == 1:
         lines.append("One host: an agent starts the ranks and watches them.")
+    elif hosts.agents:
+        lines.append(
+            "Several hosts: an agent on each starts its share of the groups and spares. When a host is lost the"
+        )
+        lines.append("others go on. Agents and ranks prove to each other that they know BESSEMER_SECRET.")
     else:
         lines.append("Several hosts: each process is a rank. torch's store on the host of rank 0 listens on all of its")
         lines.append("interfaces: use a trusted network.")
-    if job.keep.mode == "zero-interruption":
+    if job.keep.mode == "zero-interruption" and not hosts.agents:
         lines.append(
             "Lost groups are replaced on this host. When the host itself is lost, the run starts again from its"
         )
-        lines.append("newest checkpoint: groups on several hosts are not supported yet.")
+        lines.append("newest checkpoint.")
     return lines

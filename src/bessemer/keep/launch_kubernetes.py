@@ -14,6 +14,7 @@ from typing import Any
 
 from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
+from bessemer.keep.hosts import HOSTS
 from bessemer.keep.launch_hosts import GRACE_S, Hosts, heading
 from bessemer.keep.links import SECRET
 
@@ -23,7 +24,7 @@ SECRET_KEY = "secret"
 """The key of the Secret object that holds the run's secret."""
 
 PORT = 29500
-"""Of torch's store; a pod has its own network address, so any port is free."""
+"""Of torch's store, or of the coordinator; a pod has its own network address, so any port is free."""
 
 _JOB_FILE = "/etc/bessemer/job.toml"
 _GROUP = "hosts"  # the name of the JobSet's only part
@@ -64,12 +65,18 @@ def objects(job: Job, hosts: Hosts, request: KubernetesRequest) -> list[Object]:
     spec = _job_spec(job, hosts, request)
     if hosts.count == 1:
         return [config, _object("batch/v1", "Job", request, spec=spec)]
-    if not request.restarts:
+    if hosts.agents or not request.restarts:
         return [config, _service(request), _object("batch/v1", "Job", request, spec=spec)]
     return [config, _job_set(spec, request)]
 
 
 def _how_it_ends(hosts: Hosts, request: KubernetesRequest) -> list[str]:
+    if hosts.agents:
+        return [
+            "A pod that was evicted is replaced, and its host comes back into the run; so is one that failed, up to",
+            f"{request.restarts} times. When all were stopped and saved (exit code 3), all are replaced and go on. A",
+            "wrong request (exit code 2) ends the Job.",
+        ]
     if hosts.count == 1:
         return [
             "A pod that was stopped and saved (exit code 3) or evicted is replaced and goes on; so is one that failed,",
@@ -131,8 +138,8 @@ def _job_spec(job: Job, hosts: Hosts, request: KubernetesRequest) -> Object:
         "podReplacementPolicy": "Failed",  # never two pods for one host
     }
     disrupted = [{"type": "DisruptionTarget", "status": "True"}]
-    if hosts.count == 1:
-        spec["backoffLimit"] = request.restarts
+    if hosts.count == 1 or hosts.agents:
+        spec["backoffLimitPerIndex" if hosts.agents else "backoffLimit"] = request.restarts
         rules = [
             {"action": "Ignore", "onExitCodes": _codes("In", 3)},
             {"action": "FailJob", "onExitCodes": _codes("In", 2)},
@@ -167,14 +174,14 @@ def _pod(job: Job, hosts: Hosts, request: KubernetesRequest) -> Object:
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
-    if hosts.count > 1 and not request.restarts:
+    if hosts.agents or (hosts.count > 1 and not request.restarts):
         pod["subdomain"] = request.name
     return pod
 
 
 def _container(hosts: Hosts, request: KubernetesRequest) -> Object:
     command = ["python", "-m", "bessemer.cli", "train", _JOB_FILE]
-    if hosts.count > 1:
+    if hosts.count > 1 and not hosts.agents:
         command = ["python", "-m", "bessemer.keep.pod", _JOB_FILE, "--host", "$(JOB_COMPLETION_INDEX)"]
         command += ["--hosts", str(hosts.count), "--ranks", str(hosts.ranks)]
     container: Object = {
@@ -201,6 +208,8 @@ def _environment(hosts: Hosts, request: KubernetesRequest) -> list[Object]:
     if request.secret:
         reference = {"secretKeyRef": {"name": request.secret, "key": SECRET_KEY}}
         variables.append({"name": SECRET, "valueFrom": reference})
+    if hosts.agents:
+        return variables + _of_agent(hosts, request)
     if hosts.count > 1:
         first = f"{request.name}-{_GROUP}-0-0" if request.restarts else f"{request.name}-0"
         attempt = "metadata.labels['batch.kubernetes.io/controller-uid']"
@@ -211,6 +220,18 @@ def _environment(hosts: Hosts, request: KubernetesRequest) -> list[Object]:
             {"name": "TORCHELASTIC_RUN_ID", "valueFrom": {"fieldRef": {"fieldPath": attempt}}},
         ]
     return variables
+
+
+def _of_agent(hosts: Hosts, request: KubernetesRequest) -> list[Object]:
+    """Which host this is, and where all are."""
+    number = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    names = [f"{request.name}-{n}.{request.name}" for n in range(hosts.count)]
+    return [
+        {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": number}}},
+        {"name": "WORLD_SIZE", "value": str(hosts.count)},
+        {"name": HOSTS, "value": ",".join(names)},
+        {"name": "MASTER_PORT", "value": str(PORT)},
+    ]
 
 
 def _amounts(hosts: Hosts, request: KubernetesRequest) -> Mapping[str, str]:

@@ -1,4 +1,5 @@
-"""The sbatch script of a run: one step of all ranks, or one agent where the job fits on a host. No torch.
+"""The sbatch script of a run: one step of all ranks or of an agent on each host, or one agent where the job fits on a
+host. No torch.
 
 What srun and sbatch do is said by their manual pages (https://slurm.schedmd.com/srun.html and sbatch.html): srun passes
 SIGTERM on to its tasks and returns the highest exit code of them; a signal of `--signal=B:` reaches only the script.
@@ -48,7 +49,7 @@ def slurm_script(job: Job, machine: Machine, hosts: Hosts, request: SlurmRequest
         f"command=({shlex.join(request.command)})",
         f"checkpoints={shlex.quote(str(job.run.folder.expanduser() / 'checkpoints'))}",
         _COMMON,
-        _AGENT if hosts.count == 1 else _ranks(machine, hosts, request),
+        _AGENT if hosts.count == 1 else _step(machine, hosts, request),
         _attempts(request),
     ]
     return "\n".join(parts)
@@ -58,9 +59,9 @@ def _options(machine: Machine, hosts: Hosts, request: SlurmRequest) -> list[str]
     options = {
         "job-name": request.name,
         "nodes": hosts.count + request.spare_nodes,
-        "ntasks-per-node": hosts.ranks,
+        "ntasks-per-node": 1 if hosts.agents else hosts.ranks,
         "gpus-per-node": hosts.ranks if machine.device != "cpu" else None,
-        "cpus-per-task": request.cpus,
+        "cpus-per-task": _cpus(hosts, request),
         "partition": request.partition,
         "account": request.account,
         "time": request.time,
@@ -70,7 +71,12 @@ def _options(machine: Machine, hosts: Hosts, request: SlurmRequest) -> list[str]
         "open-mode": "append",
     }
     words = [f"{name}={value}" for name, value in options.items() if value not in (None, "")]
-    return [*words, "requeue", *(["no-kill"] if request.spare_nodes else [])]
+    return [*words, "requeue", *(["no-kill"] if request.spare_nodes or hosts.agents else [])]
+
+
+def _cpus(hosts: Hosts, request: SlurmRequest) -> int | None:
+    """Of each task."""
+    return request.cpus * (hosts.ranks if hosts.agents else 1) if request.cpus else None
 
 
 _COMMON = """
@@ -113,19 +119,21 @@ attempt() {
 """
 
 
-def _ranks(machine: Machine, hosts: Hosts, request: SlurmRequest) -> str:
+def _step(machine: Machine, hosts: Hosts, request: SlurmRequest) -> str:
     pick = _PICK_UP if request.spare_nodes else _PICK_ALL
+    tasks, cpus = 1 if hosts.agents else hosts.ranks, _cpus(hosts, request)
     options = [
         f"--nodes={hosts.count}",
-        f"--ntasks={hosts.count * hosts.ranks}",
-        f"--ntasks-per-node={hosts.ranks}",
-        *([f"--cpus-per-task={request.cpus}"] if request.cpus else []),  # srun doesn't take over sbatch's
+        f"--ntasks={hosts.count * tasks}",
+        f"--ntasks-per-node={tasks}",
+        *([f"--cpus-per-task={cpus}"] if cpus else []),  # srun doesn't take over sbatch's
         *(["--gpu-bind=none"] if machine.device != "cpu" else []),  # a rank picks its device by its local rank
         "--distribution=block",
         "--kill-on-bad-exit=0",
-        f"--wait={request.grace_s}",
+        "--wait=0" if hosts.agents else f"--wait={request.grace_s}",
+        *(["--no-kill"] if hosts.agents else []),
     ]
-    text = _STEP.replace("@OPTIONS@", " ".join(options))
+    text = (_AGENTS if hosts.agents else _RANKS).replace("@OPTIONS@", " ".join(options))
     return pick.replace("@HOSTS@", str(hosts.count)) + text
 
 
@@ -153,7 +161,7 @@ pick_hosts() {
 }
 """
 
-_STEP = """
+_RANKS = """
 # A rank that ends must not take the others with it at once (--kill-on-bad-exit=0), since they may still be saving: a
 # stopped rank ends with 3. But they don't outlive it by more than --wait.
 attempt() {
@@ -165,6 +173,29 @@ attempt() {
     "${command[@]}" &
   child=$!
   wait_for_child
+}
+"""
+
+
+_AGENTS = """
+# The step outlives a lost node (--no-kill) and agents that have ended (--kill-on-bad-exit=0 --wait=0). It returns the
+# highest exit code, also of agents of lost hosts: whether the run itself has finished is in its records.
+if [[ -z ${BESSEMER_SECRET:-} ]]; then
+  BESSEMER_SECRET=$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')
+fi
+export BESSEMER_SECRET
+attempt() {
+  pick_hosts || { code=1; return; }
+  export BESSEMER_HOSTS=$(IFS=,; echo "${hosts[*]}")
+  # another pair of ports for each run on a host and for each attempt, below the ports that the kernel hands out
+  export MASTER_PORT=$((20000 + 2 * ((SLURM_JOB_ID + 101 * ${SLURM_RESTART_COUNT:-0} + tries) % 6000)))
+  srun --nodelist="$BESSEMER_HOSTS" @OPTIONS@ \\
+    "${command[@]}" &
+  child=$!
+  wait_for_child
+  if tail -n 1 "${checkpoints%/*}/events.jsonl" 2>/dev/null | grep -q '"event":"finished"'; then
+    code=0
+  fi
 }
 """
 
