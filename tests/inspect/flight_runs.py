@@ -26,10 +26,8 @@ how, guilty, at_step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 whole, commit = step.Step.run, step.Step.commit
 me = int(os.environ.get("BESSEMER_NUMBER", os.environ["RANK"]))
 
-def passes_of(self):
-    return self.passes
-
 def strike(self):
+    open("struck", "w").close()
     if how == "hang":
         hang_here()
     if how == "stop":
@@ -43,7 +41,7 @@ def hang_here():
 
 def sabotaged(self, at, *args, **named):
     begin = time.thread_time()
-    if at == at_step and me == guilty:
+    if at == at_step and me == guilty and not os.path.exists("struck"):
         strike(self)
     done = whole(self, at, *args, **named)
     if how == "slow" and me == guilty:
@@ -53,7 +51,12 @@ def sabotaged(self, at, *args, **named):
             pass
     return done
 
-step.Step.run = sabotaged
+def committed(self, at, *args, **named):
+    if "BESSEMER_GROUP" in os.environ and at == at_step and me == guilty and not os.path.exists("struck"):
+        strike(self)
+    return commit(self, at, *args, **named)
+
+step.Step.run, step.Step.commit = sabotaged, committed
 sys.exit(worker.main())
 """
 AGENT = """
@@ -97,7 +100,7 @@ def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [event for line in whole if (event := json.loads(line))["event"] == name]
 
 
-def first_finding(folder: Path, agent: subprocess.Popen[bytes], kind: str, timeout_s: float = 100.0) -> dict[str, Any]:
+def first_finding(folder: Path, agent: subprocess.Popen[bytes], kind: str, timeout_s: float = 240.0) -> dict[str, Any]:
     """The first finding of that kind, as soon as it is told."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -109,6 +109,8 @@ class FlightWatch:
         self._meters: dict[int, RankMeter] = {}
         self._links, self._times = LinkMeter(), StepTimes()
         self._stopped_since: dict[int, float] = {}
+        self._told_stopped: set[int] = set()
+        self._told_hang = -1  # after which step
         self._done, self._last_metric, self._evicted, self._over = 0, 0, 0, False
         self._active: list[int] = list(active)
         self.flight = Flight(self._placement())
@@ -119,8 +121,11 @@ class FlightWatch:
         """Whose process is stopped. now_s: of the monotonic clock."""
         stopped = {r for r, meter in self._meters.items() if meter.pid and is_stopped(meter.pid)}
         self._stopped_since = {r: self._stopped_since.get(r, now_s) for r in stopped}
-        if any(now_s - since_s > self._lease_s for since_s in self._stopped_since.values()):
-            self._stand_still(now_s)
+        self._told_stopped &= stopped
+        for rank, since_s in self._stopped_since.items():
+            if rank not in self._told_stopped and now_s - since_s > self._lease_s:
+                self._stand_still(now_s)
+                return
 
     def turn(self, now_s: float) -> None:
         """Take in what is new everywhere."""
@@ -133,7 +138,7 @@ class FlightWatch:
         for record in (*self._metric_samples(), *self._step_samples()):
             self._take(record)
         quiet_s = now_s - self._times.last
-        if not self._over and quiet_s > EARLIER * self._times.longest_s:
+        if self._told_hang != self._done and quiet_s > EARLIER * self._times.longest_s:
             self._stand_still(now_s)
 
     # ---- records
@@ -254,6 +259,10 @@ class FlightWatch:
         quiet_s = now_s - self._times.last
         for finding in self.flight.take(Standstill(time.time(), quiet_s, longest_s, self._lease_s, boxes, stopped)):
             self._pass_on(self._with_stacks(finding))
+            if finding.kind == "stopped":
+                self._told_stopped |= set(finding.ranks)
+            else:
+                self._told_hang = self._done
 
     def _with_stacks(self, finding: Finding) -> Finding:
         """What the interpreter of a rank that hangs is at, which its black box doesn't say."""

@@ -269,11 +269,11 @@ class Membership:
     def _commit(self, *, always_epoch: bool = False) -> None:
         wrong = self._outvoted()
         if wrong is None:
-            text = f"the groups don't agree on the sum of step {self.step + 1}, and no majority says which is right"
+            text = f"no majority of the groups agrees on the sum or the parameters of step {self.step + 1}"
             self._tell(self.active + self.joining, {"kind": "failed", "code": "sums-differ", "message": text})
             return
         if wrong:
-            why = f"its sum of step {self.step + 1} differs from that of the majority"
+            why = f"its sum or its parameters of step {self.step + 1} differ from the majority's"
             self._tell(wrong, {"kind": "fenced", "why": why})
             for name in wrong:
                 self.lost(name, self.groups[name].incarnation)

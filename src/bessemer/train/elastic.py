@@ -25,6 +25,7 @@ from bessemer.data.cursor import deal, units_of_step
 from bessemer.keep.cohort import Cohort, Epoch
 from bessemer.models.moe import moe_layers
 from bessemer.parallel.across import Across, GivenUp, Link
+from bessemer.train.alike import parameters_hash
 from bessemer.train.evaluate import to_tensors
 from bessemer.train.kept import Buffers, Kept
 from bessemer.train.loop import Loop
@@ -182,6 +183,7 @@ class ElasticLoop(Loop):
     def _new_work(self, step: int) -> _Work:
         passes = self.parts.step.passes
         start = time.perf_counter()
+        passes.phases.at(step=step + 1)
         like = passes.run(iter(()), 0, step)
         spec = self.parts.spec
         if spec.moe is not None and moe_layers(spec):
@@ -221,12 +223,20 @@ class ElasticLoop(Loop):
                     self.cohort.stuck(epoch.number, str(gone))
                 self.cohort.await_epoch(epoch.number + 1)
             else:
-                self.cohort.vote(epoch.number, step, total.digest())
+                self.cohort.vote(epoch.number, step, self._digest(step, epoch, total))
                 if self.cohort.await_outcome(epoch.number, step):
                     if epoch is not known:
                         self._tell_cost(step, epoch, work)
                     return total
             work.waited_s += time.perf_counter() - begin
+
+    def _digest(self, step: int, epoch: Epoch, total: Buffers) -> str:
+        """What all groups must have alike at this place: the sum, and every so often the parameters before it. A group
+        that joins doesn't stand at them yet."""
+        every = self.job.inspect.hash_every
+        if not every or step % every or epoch.joining:
+            return total.digest()
+        return f"{total.digest()}-{parameters_hash(self.parts.optimizer.params.values()):x}"
 
     def _tell_cost(self, step: int, epoch: Epoch, work: _Work) -> None:
         """What new epochs cost this group in a step that is true now."""

@@ -18,6 +18,7 @@ from bessemer.keep.slices import Slice
 from bessemer.models.watched import fallen
 from bessemer.precision.watch import EXPONENTS
 from bessemer.runtime.kernels import KernelSample
+from bessemer.train.alike import hashes_of_copies
 from bessemer.train.assembly import Assembly
 from bessemer.train.evaluate import Evaluation, evaluate, to_tensors
 from bessemer.train.restore import Origin, checkpoint_meta, restore
@@ -84,6 +85,7 @@ class Loop:
             while step < steps and not stopped:
                 result = self._step(step, batches)
                 step, stopped = result.step, result.stop
+                self._compare_copies(step)
                 evaluation = self._evaluate_if_due(step)
                 self._record(result, evaluation)
                 self._warn_of_falls(result)
@@ -170,6 +172,17 @@ class Loop:
         sums = mesh.sum_over_world(torch.tensor(own, dtype=torch.float64, device=mesh.device)).tolist()
         flops = {p: f * self.part_of_step for p, f in zip(paths, sums[:-1], strict=True) if f}
         self._event("kernels", step=result.step, flops=flops, kernel_s=sums[-1] / mesh.world_size, step_s=result.step_s)
+
+    def _compare_copies(self, step: int) -> None:
+        """Every so often: whether all copies hold the same parameters. Told only where they don't."""
+        every = self.job.inspect.hash_every
+        if not every or step % every:
+            return
+        with self.parts.step.passes.phases("compare_s"):
+            found = hashes_of_copies(self.parts.optimizer.params.values(), self.parts.mesh)
+        if found is not None and len(set(found[1])) > 1 and self.parts.mesh.at("replica") == 0:
+            ranks, hashes = found
+            self.reporter.event("parameters", step=step, ranks=ranks, hashes=[f"{each:016x}" for each in hashes])
 
     def _evaluate_if_due(self, step: int) -> Evaluation | None:
         every, last = self.job.train.eval_every, step == self.job.train.steps
