@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
+from _keep_runs import tell
 from table import Row
 
 from bessemer.keep.coordinator import Coordinator
@@ -28,8 +30,8 @@ DIGEST = "0123456789abcdef"
 SPARE_FILES = 64
 
 
-def rows(sizes: tuple[int, ...], steps: int) -> list[Row]:
-    """For each number of groups the fastest of `steps` steps; the last also with connections."""
+def rows(sizes: Sequence[int], steps: int, connected: Sequence[int]) -> list[Row]:
+    """For each number of groups the fastest of `steps` steps; for those `connected` also with connections."""
     found = []
     for groups in sizes:
         decided = _decided(groups, steps)
@@ -37,10 +39,11 @@ def rows(sizes: tuple[int, ...], steps: int) -> list[Row]:
         found.append(Row(f"coordinator, {groups:,} groups: decide a step", 1e3 * min(decided), "CPU ms", "lower", bar,
                          f"noting votes, committing, one message; median {1e3 * _median(decided):.2f}"))  # fmt: skip
     found.append(_epoch_row(max(sizes)))
-    for groups in sizes:
+    for groups in connected:
+        tell(f"{groups:,} connections")
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if groups + SPARE_FILES > room:
-            print(f"votes over {groups} connections left out: no more than {room} files", file=sys.stderr, flush=True)
+            tell(f"left out: this process may open no more than {room} files")
             continue
         whole = _connected(groups, steps)
         note = f"receiving, parsing, deciding, sending over Unix sockets; median {1e3 * _median(whole):.1f}"

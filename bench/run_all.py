@@ -2,7 +2,8 @@
 
     python bench/run_all.py [--json]
 
-A bar that doesn't hold is printed as "no" and is not a failure; a script that crashes is (exit code 1).
+A bar that doesn't hold is printed as "no" and is not a failure; a script that crashes is (exit code 1). Scripts of more
+than some minutes are asked for their quick form.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from table import Row, show
 
 HERE = Path(__file__).resolve().parent
 HELPERS = {"run_all.py", "table.py"}
+QUICK = {"keep.py"}
 
 
 def main() -> int:
@@ -43,7 +45,8 @@ def main() -> int:
 
 def run(script: Path) -> list[Row] | None:
     """The rows of one script (each name led by the script's), or None when it fails or prints no such list."""
-    done = subprocess.run([sys.executable, str(script), "--json"], stdout=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, str(script), "--json", *(["--quick"] if script.name in QUICK else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         print(f"bench/{script.name}: exit code {done.returncode}", file=sys.stderr)
         return None

@@ -30,7 +30,7 @@ from bessemer.keep.writer import Block
 
 __all__ = ["MemoryCopies", "fetch", "settled"]
 
-_CHUNK = 1 << 18  # copied, and hashed while it is still in the cache
+_CHUNK = 2 << 20  # copied, and hashed while it is still in the cache; smaller ones have threads wait for each other
 
 
 @dataclass(frozen=True)
