@@ -7,6 +7,7 @@ any other host by its phases, less what they waited in operations.
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,8 +76,9 @@ class RankMeter:
 
     @property
     def pid(self) -> int:
-        """0 while there is no black box."""
-        return int(self.tail.own.get("pid", 0))
+        """0 while there is no black box, and where the process is on another host."""
+        own = self.tail.own
+        return int(own["pid"]) if own.get("host") == socket.gethostname() else 0
 
     @property
     def doing(self) -> tuple[str, ...]:

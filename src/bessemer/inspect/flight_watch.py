@@ -97,7 +97,6 @@ class FlightWatch:
         self._block = job.layout.world_size // job.replicas
         self._metrics, self._events = Lines(folder / "metrics.jsonl"), Lines(folder / "events.jsonl")
         self._lease_s = EARLIER * (job.keep.lease_s or LEASE_S) / (2 if self._elastic else 1)  # there it's ended then
-        self._shares_cores = job.layout.world_size > usable_cores()
         self._begin([] if self._elastic else list(range(job.replicas)))
         events = list(self._events.new())
         start = max((at for at, event in enumerate(events) if event.get("event") == "start"), default=-1)
@@ -223,7 +222,8 @@ class FlightWatch:
         return [*samples, *self._links.samples(ready, time.time(), ready - done)]
 
     def _sample(self, step: int, ranks: Sequence[RankStep | None], meters: Sequence[RankMeter]) -> StepSample:
-        rows = [_row(r, m, self._shares_cores) for r, m in zip(ranks, meters, strict=True)]
+        share_cores = len(meters) > usable_cores() and all(meter.pid for meter in meters)
+        rows = [_row(r, m, share_cores) for r, m in zip(ranks, meters, strict=True)]
         compute_R, data_R, wait_R, batches_R, memory_R = np.asarray(rows, dtype=np.float64).T
         known = [r for r in ranks if r is not None]
         begin_s, end_s = min(r.begin_s for r in known), max(r.end_s for r in known)
@@ -273,12 +273,12 @@ class FlightWatch:
         return replace(finding, evidence=(*finding.evidence, *stacks))
 
 
-def _row(step: RankStep | None, meter: RankMeter, shares_cores: bool) -> tuple[float, ...]:
+def _row(step: RankStep | None, meter: RankMeter, share_cores: bool) -> tuple[float, ...]:
     """Computing, data, waiting, batches, memory of one rank in one step."""
     nan = float("nan")
     if step is None:
         return nan, nan, nan, nan, meter.memory_bytes
-    compute_s = meter.processor_s(step) if shares_cores else step.compute_s
+    compute_s = meter.processor_s(step) if share_cores else step.compute_s
     return compute_s, step.data_s, step.wait_s, float(step.batches), meter.memory_bytes
 
 
