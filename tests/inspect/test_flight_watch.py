@@ -1,0 +1,180 @@
+"""The watch of a run, on what a run writes, without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remains_builder import enqueue
+
+from bessemer.core.job import Job
+from bessemer.inspect.flight_records import Finding
+from bessemer.inspect.flight_standstill import across_groups, is_stopped, python_stack
+from bessemer.inspect.flight_watch import FlightWatch, Lines
+from bessemer.inspect.landing_hang import find_hang
+from bessemer.inspect.problems import problems
+from bessemer.keep.progress import event_line
+from bessemer.runtime.blackbox import read_blackboxes
+from bessemer.runtime.phases import Phases
+from bessemer.runtime.recorder import Recorder
+
+
+class Run:
+    """A run folder, and what the watch of it says."""
+
+    def __init__(self, folder: Path, **sections: dict[str, Any]) -> None:
+        self.folder = folder
+        self.told: list[Finding] = []
+        self.evicted: list[int] = []
+        base = {"layout": {"dp": 4}, "train": {"steps": 1000, "global_batch": 32}}
+        self.job = Job.model_validate(base | sections)
+        self.event("start", world_size=4)
+        self.watch = FlightWatch(folder, self.job, self.told.append, lambda rank, why: self.evicted.append(rank))
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        with (self.folder / name).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.write("events.jsonl", {"t": time.time(), "event": name, **fields})
+
+    def turn(self) -> list[Finding]:
+        self.told.clear()
+        self.watch.turn(time.monotonic())
+        return list(self.told)
+
+
+def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = Lines(path)
+    assert list(lines.new()) == []
+    path.write_text('{"a": 1}\n{"a": ')
+    assert list(lines.new()) == [{"a": 1}]
+    with path.open("a") as file:
+        file.write('2}\nnot a record\n{"a": 3}\n')
+    assert list(lines.new()) == [{"a": 2}, {"a": 3}]
+    path.with_suffix(".new").write_text('{"a": 4}\n')
+    path.with_suffix(".new").replace(path)  # as metrics are cut back to a checkpoint
+    assert list(lines.new()) == [{"a": 4}]
+
+
+def test_metrics_and_hashes_become_findings(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.write("metrics.jsonl", {"step": 1, "loss": None, "grad_norm": 1.0, "t": 1.0})  # null: it wasn't finite
+    run.event("parameters", step=50, ranks=[0, 1, 2, 3], hashes=["0f", "0f", "ff", "0f"])
+    assert [(f.kind, f.ranks) for f in run.turn()] == [("corruption", (2,)), ("loss_spike", ())]
+    assert run.turn() == [] and run.evicted == []
+
+
+def test_what_earlier_attempts_left_is_not_told(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null, "grad_norm": 1.0, "t": 1.0}\n')
+    differ = {"t": 1.0, "event": "parameters", "step": 5, "ranks": [0, 1, 2], "hashes": ["1", "1", "2"]}
+    (tmp_path / "events.jsonl").write_text(json.dumps(differ) + "\n")
+    run = Run(tmp_path)
+    assert run.turn() == []
+
+
+def test_evictions_are_asked_for_only_where_the_job_says_so_and_few(tmp_path: Path) -> None:
+    run = Run(tmp_path, inspect={"flight": "evict"}, keep={"restarts": 1})
+    for step in range(1, 6):
+        hashes = ["1"] * 4
+        hashes[step % 4] = "2"
+        run.event("parameters", step=step, ranks=[0, 1, 2, 3], hashes=hashes)
+    assert len(run.turn()) >= 4
+    assert len(run.evicted) == 3
+
+
+def test_a_group_that_the_vote_put_out_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep={"mode": "zero-interruption"})
+    why = "its sum or its parameters of step 6 differ from the majority's"
+    run.event("epoch", active=[0, 1, 2, 3])
+    run.event("group_ended", group=3, code="fenced", message=why)
+    (finding,) = run.turn()
+    assert finding.kind == "corruption" and finding.ranks == (3,) and finding.advice == "ignore"
+
+
+def test_the_sum_across_groups_is_where_a_group_is_missed(tmp_path: Path) -> None:
+    """Three groups of two ranks; the second rank of group 4 doesn't come to the sum, and its peer waits for it."""
+    numbers = {0: (0, 1), 2: (4, 5), 4: (8, 9)}
+    recorders = []
+    for group, members in numbers.items():
+        for place, number in enumerate(members):
+            recorder = Recorder(tmp_path / f"rank-{number}", rank=number, world=2, job_hash="x")
+            recorders.append(recorder)
+            phases = Phases()
+            phases.attach(recorder)
+            phases.at(step=7)
+            tensor = recorder.channel("tensor", (0, 1), "gloo", blocks=True)
+            if (group, place) == (4, 1):
+                phases("forward_s").__enter__()
+            elif group == 4:
+                phases("forward_s").__enter__()
+                enqueue(tensor, finish=False)
+            else:
+                phases("comm_s").__enter__()
+    hang = find_hang(across_groups(read_blackboxes(tmp_path), 2, (0, 2, 4)))
+    assert hang is not None and (hang.kind, hang.ranks) == ("absent", (9,))
+    assert "group 'replica' (ranks 1, 5, 9)" in hang.at or "group 'tensor' (ranks 8, 9)" in hang.at
+    assert set(hang.waiting) == {0, 1, 4, 5, 8}
+    for recorder in recorders:
+        recorder.close()
+
+
+SLEEPER = """
+import faulthandler, signal, sys, time
+
+def asleep():
+    print("ready", flush=True)
+    time.sleep(60)
+
+if len(sys.argv) > 1:
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+asleep()
+"""
+
+
+def test_a_stack_is_asked_for_and_the_process_goes_on(tmp_path: Path) -> None:
+    for registered in (True, False):
+        log = tmp_path / f"log-{registered}"
+        with log.open("wb") as file:
+            command = [sys.executable, "-c", SLEEPER, *(["x"] if registered else [])]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file)
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            frames = python_stack(process.pid, log, within_s=10.0)
+            assert process.poll() is None  # also where nobody answers the signal, which would end it
+            assert bool(frames) is registered
+            assert not registered or "asleep" in frames[0]
+            assert not is_stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 10
+            while not is_stopped(process.pid):
+                assert time.monotonic() < deadline
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    assert not is_stopped(os.getpid())
+
+
+@pytest.mark.parametrize(("keep", "codes"), [({}, ["flight-evict"]), ({"restarts": 1}, [])])
+def test_an_eviction_needs_something_that_goes_on(keep: dict[str, Any], codes: list[str]) -> None:
+    job = Job.model_validate({"inspect": {"flight": "evict"}, "keep": keep})
+    assert [problem.code for problem in problems(job, None, None)] == codes
+
+
+def test_hashes_of_one_copy_compare_nothing() -> None:
+    job = Job.model_validate({"inspect": {"hash_every": 10}})
+    assert [problem.code for problem in problems(job, None, None)] == ["ignored-setting"]
+
+
+def test_a_finding_has_a_line_on_the_screen() -> None:
+    event = Finding(kind="hang", t=1.0, step=2, ranks=(3,), text="no step for 10 s").as_event()
+    assert event_line({"event": "finding", **event}) == ("flight", "no step for 10 s", "yellow")
