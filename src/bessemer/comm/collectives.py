@@ -17,6 +17,7 @@ raises stays unfinished in the black box.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from bessemer.runtime.recorder import Channel, Recorder
 from bessemer.runtime.ring import NONE, OPERATIONS
+from bessemer.runtime.tracing import COLLECTIVES, Activity, tell_begin, tell_end
 
 __all__ = [
     "MarkedWork",
@@ -84,6 +86,34 @@ class _Group:
             self.channel = _recorder.channel(name, self.ranks, self.backend, blocks=self.backend in BLOCKING)
 
 
+class _Told:
+    """An operation that somebody is told of, in the place of its channel: it passes on what that is to mark."""
+
+    __slots__ = ("_activity", "_channel")
+
+    def __init__(self, known: _Group, operation: int, size_bytes: int, peer: int) -> None:
+        detail: dict[str, Any] = {"group": "+".join(known.names), "bytes": size_bytes, "ranks": len(known.ranks)}
+        if peer != NONE:
+            detail["peer"] = peer
+        self._channel = known.channel
+        self._activity = tell_begin(
+            Activity("collective", OPERATIONS[operation], time.perf_counter(), detail=detail)
+        )  # fmt: skip
+
+    def enqueued(self, operation: int, dtype: int, taken: int, given: int, peer: int, waits: bool) -> int:
+        channel = self._channel
+        return 0 if channel is None else channel.enqueued(operation, dtype, taken, given, peer, waits)
+
+    def waiting(self, number: int) -> None:
+        if self._channel is not None:
+            self._channel.waiting(number)
+
+    def finished(self, number: int) -> None:
+        if self._channel is not None:
+            self._channel.finished(number)
+        tell_end(self._activity, time.perf_counter())
+
+
 _groups: dict[int, _Group] = {}
 _traffic: dict[tuple[str, str], Traffic] = {}
 _recorder: Recorder | None = None
@@ -128,7 +158,7 @@ class MarkedWork(dist.Work):
 
     __slots__ = ("_channel", "_number", "_work")
 
-    def __init__(self, work: dist.Work, channel: Channel, number: int) -> None:
+    def __init__(self, work: dist.Work, channel: Channel | _Told, number: int) -> None:
         _init_work(self)
         self._work, self._channel, self._number = work, channel, number
 
@@ -250,7 +280,7 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
 
 def _start(
     group: dist.ProcessGroup | None, operation: int, taken: Tensor, given: Tensor, waits: bool
-) -> tuple[Channel | None, int]:
+) -> tuple[Channel | _Told | None, int]:
     """Count and mark a collective that is about to be handed over. (where its end is to be marked, its number)."""
     known = _groups.get(id(group)) or _known(group)
     dtype, item_bytes = _dtypes.get(given.dtype) or _numbered(given.dtype)
@@ -260,7 +290,9 @@ def _start(
     traffic = known.traffic[operation]
     traffic.calls += 1
     traffic.bytes += item_bytes * (num_given if operation == ALL_GATHER else num_taken)
-    channel = known.channel
+    channel: Channel | _Told | None = known.channel
+    if COLLECTIVES:
+        channel = _Told(known, operation, item_bytes * max(num_taken, num_given), NONE)
     if channel is None:
         return None, 0
     return channel, channel.enqueued(operation, dtype, num_taken, num_given, NONE, waits)
@@ -268,7 +300,7 @@ def _start(
 
 def _start_message(
     group: dist.ProcessGroup | None, operation: int, tensor: Tensor, peer: int | None, group_peer: int | None
-) -> tuple[Channel | None, int]:
+) -> tuple[Channel | _Told | None, int]:
     """The same for a message. ValueError where the other end isn't named."""
     known = _groups.get(id(group)) or _known(group)
     if group_peer is not None:
@@ -280,7 +312,9 @@ def _start_message(
     traffic = known.traffic[operation]
     traffic.calls += 1
     traffic.bytes += item_bytes * numel
-    channel = known.channel
+    channel: Channel | _Told | None = known.channel
+    if COLLECTIVES:
+        channel = _Told(known, operation, item_bytes * numel, peer)
     if channel is None:
         return None, 0
     return channel, channel.enqueued(operation, dtype, numel, numel, peer, False)
@@ -302,7 +336,7 @@ def _numbered(dtype: torch.dtype) -> tuple[int, int]:
     return _dtypes[dtype]
 
 
-def _end(work: dist.Work | None, channel: Channel | None, number: int) -> dist.Work | None:
+def _end(work: dist.Work | None, channel: Channel | _Told | None, number: int) -> dist.Work | None:
     """What the caller gets. Without a work the host has waited already."""
     if channel is None:
         return work

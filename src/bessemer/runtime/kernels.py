@@ -35,6 +35,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bessemer.runtime.tracing import LAUNCHES, launched
+
 __all__ = ["KernelSample", "KernelTotal", "attention_flops", "native_kernel", "path_of"]
 
 _aten = torch.ops.aten
@@ -166,9 +168,8 @@ def native_kernel(name: str, dtype: torch.dtype, flops: Callable[[], float]) -> 
     dtype: in which it multiplies, whatever its inputs are stored in.
     `flops` is only called then; without a sample this costs well under a microsecond.
     """
-    if not _active:
-        return _nothing
-    return _active[-1].kernel(name, path_of(dtype, "cpu"), flops())
+    counted = _active[-1].kernel(name, path_of(dtype, "cpu"), flops()) if _active else _nothing
+    return launched(name, counted) if LAUNCHES else counted
 
 
 _nothing = contextlib.nullcontext()

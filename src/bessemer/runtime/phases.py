@@ -22,6 +22,7 @@ from types import TracebackType
 
 from bessemer.runtime.recorder import UNLISTED, Lane, Recorder
 from bessemer.runtime.ring import BEGIN, END, NONE
+from bessemer.runtime.tracing import PHASES, Activity, tell_begin, tell_end
 
 __all__ = ["Phases"]
 
@@ -51,6 +52,8 @@ class _Phase:
         phases.since = now
         if phases.lane is not None:
             phases.lane.mark(BEGIN, self.number, outer, len(stack), now)
+        if PHASES:
+            phases.told[len(stack)] = tell_begin(phases.activity(self.name, now))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -65,12 +68,16 @@ class _Phase:
         phases.since = now
         if phases.lane is not None:
             phases.lane.mark(END, self.number, stack[-1].number if stack else UNLISTED, len(stack) + 1, now)
+        if phases.told:
+            activity = phases.told.pop(len(stack) + 1, None)  # None where nobody had subscribed when it began
+            if activity is not None:
+                tell_end(activity, now)
 
 
 class Phases:
     """Accumulates exclusive seconds by phase name; every second belongs to the innermost open phase."""
 
-    __slots__ = ("_contexts", "clock", "lane", "open", "since", "synchronize")
+    __slots__ = ("_contexts", "clock", "lane", "open", "since", "synchronize", "told")
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, synchronize: Callable[[], None] | None = None
@@ -80,6 +87,7 @@ class Phases:
         self.lane: Lane | None = None
         self.open: list[_Phase] = []
         self.since = 0.0
+        self.told: dict[int, Activity] = {}  # by depth, of the open phases those that somebody was told of
         self._contexts: dict[str, _Phase] = {}
 
     def attach(self, recorder: Recorder, lane: str = "step") -> None:
@@ -123,6 +131,13 @@ class Phases:
             if self.lane is not None:
                 context.number = self.lane.recorder.phase(name)
         return context
+
+    def activity(self, name: str, at_s: float) -> Activity:
+        """A phase that begins, and where."""
+        lane = self.lane
+        if lane is None:
+            return Activity("phase", name, at_s)
+        return Activity("phase", name, at_s, step=lane.step, micro_batch=lane.micro_batch, stage=lane.stage)
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last take; every name seen so far is there, 0.0 where it did not run.

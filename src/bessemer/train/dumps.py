@@ -37,9 +37,10 @@ from bessemer.runtime.dump import Bag, packed_call, without_texts, write_dump
 from bessemer.runtime.dump_folder import core_file, publish
 from bessemer.runtime.first_bad import Call
 from bessemer.runtime.recorder import Recorder
+from bessemer.runtime.step_profiler import StepProfiler
 from bessemer.train.passes import Batch, Passes
 
-__all__ = ["Dumps", "Fault", "dumps_of"]
+__all__ = ["Dumps", "Fault", "dumps_of", "profiler_of"]
 
 LAST = 32
 """Marks and operations of the black box that go into a dump."""
@@ -231,6 +232,15 @@ def dumps_of(job: Job, mesh: Mesh, member: Member, recorder: Recorder) -> Dumps 
         member.run_folder / "dumps", job, mesh, number=member.number, attempt=member.folder_token(),
         blackbox=recorder.path, tell=member.event,
     )  # fmt: skip
+
+
+def profiler_of(job: Job, mesh: Mesh, member: Member) -> StepProfiler | None:
+    """The profiler of a rank of a run, None where the job never asks for a trace."""
+    section = job.inspect
+    if not section.trace_every and section.trace_on == "none":
+        return None
+    assert member.run_folder is not None
+    return StepProfiler(member.run_folder / "traces", rank=member.number, section=section, device=mesh.device)
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -29,7 +29,7 @@ from bessemer.parallel.mesh import build_mesh
 from bessemer.runtime.device import Device, pick_device
 from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
-from bessemer.train.dumps import dumps_of
+from bessemer.train.dumps import dumps_of, profiler_of
 from bessemer.train.elastic import Connector, ElasticLoop, group_job
 from bessemer.train.opened import keep_tokenizer
 from bessemer.train.restore import Origin
@@ -194,6 +194,7 @@ def _run(job: Job, member: Member) -> None:
         exact=job.keep.sums == "exact",
         joins=joins,
         origin=Origin.of_environment(member.vault),
+        profiler=profiler_of(job, mesh, member),
     )
     saver.leads = lambda: loop.leads
     loop.run()

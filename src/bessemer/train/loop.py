@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from bessemer.keep.slices import Slice
 from bessemer.models.watched import fallen
 from bessemer.precision.watch import EXPONENTS
 from bessemer.runtime.kernels import KernelSample
+from bessemer.runtime.step_profiler import StepProfiler
+from bessemer.runtime.tracing import launches
 from bessemer.train.alike import hashes_of_copies
 from bessemer.train.assembly import Assembly
 from bessemer.train.evaluate import Evaluation, evaluate, to_tensors
@@ -70,6 +73,7 @@ class Loop:
     saver: Saver
     run_folder: Path
     origin: Origin = field(default=Origin(), kw_only=True)
+    profiler: StepProfiler | None = field(default=None, kw_only=True)
 
     @property
     def job(self) -> Job:
@@ -139,11 +143,13 @@ class Loop:
 
     def _step(self, step: int, batches: Iterator[Batch]) -> StepResult:
         self.reporter.phase(step + 1, "training")
+        profiled = nullcontext() if self.profiler is None else self.profiler.step(step + 1)
         try:
-            if step % KERNEL_SAMPLES_EVERY != 2:
-                return self._run_step(step, batches)
-            with KernelSample(self.parts.mesh.device) as sample:
-                result = self._run_step(step, batches)
+            with launches(), profiled:
+                if step % KERNEL_SAMPLES_EVERY != 2:
+                    return self._run_step(step, batches)
+                with KernelSample(self.parts.mesh.device) as sample:
+                    result = self._run_step(step, batches)
             self._record_kernels(sample, result)
         except Exception as error:
             passes = self.parts.step.passes

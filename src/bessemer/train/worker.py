@@ -23,7 +23,7 @@ from bessemer.parallel.mesh import Mesh, build_mesh
 from bessemer.runtime.device import pick_device
 from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
-from bessemer.train.dumps import dumps_of
+from bessemer.train.dumps import dumps_of, profiler_of
 from bessemer.train.loop import Loop
 from bessemer.train.opened import keep_tokenizer
 from bessemer.train.restore import Origin
@@ -103,6 +103,7 @@ def run_rank(job: Job, member: Member) -> None:
             saver=saver,
             run_folder=member.run_folder,
             origin=Origin.of_environment(member.vault),
+            profiler=profiler_of(job, mesh, member),
         )
         if mesh.rank == 0:
             tell_start(job, spec, member)
