@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bessemer.runtime.device import Cpu
-from bessemer.runtime.known_answer import FORMATS, WholeAnswer, burn_in, first_difference, operands
+from bessemer.runtime.known_answer import FORMATS, Burner, WholeAnswer, first_difference, operands
 from bessemer.runtime.memory_patterns import PATTERNS, pattern_fault, write_pattern
 from bessemer.runtime.memory_patterns import test_memory as run_memory_test
 
@@ -23,7 +23,7 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_sound_device_gives_the_same_bits_again(name: str) -> None:
-    one, other = (burn_in(name, CPU, size=64, seconds=0.0) for _ in range(2))
+    one, other = (Burner(name, CPU, 64).burn(0.0) for _ in range(2))
     assert not one.fault and one.checksum == other.checksum and len(one.checksum) == 16
     assert one.repetitions == 4 and one.rate > 0 and one.rate_start > 0 and one.rate_end > 0
 
@@ -55,13 +55,13 @@ def _flipped(times: int, index: tuple[int, int], of: Callable[[Tensor, Tensor], 
 
 def test_one_wrong_bit_in_one_repetition_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "mm", _flipped(4, (3, 5), torch.mm))
-    burn = burn_in("fp32", CPU, size=64, seconds=0.0)
+    burn = Burner("fp32", CPU, 64).burn(0.0)
     assert burn.fault.startswith("repetition 3 differs from the first at [3, 5]: 0x"), burn.fault
 
 
 def test_a_wrong_whole_number_is_placed_by_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "mm", _flipped(1, (7, 2), torch.mm))
-    burn = burn_in("fp32", CPU, size=64, seconds=0.0)
+    monkeypatch.setattr(torch, "mm", _flipped(2, (7, 2), torch.mm))
+    burn = Burner("fp32", CPU, 64).burn(0.0)
     a, b = operands("whole", "fp32", 64)
     right = int((a.double() @ b.double())[7, 2])
     assert "whole numbers: at [7, 2]: " in burn.fault and burn.fault.endswith(f"instead of {right}"), burn.fault

@@ -23,13 +23,14 @@ _LATENCY_TURNS, _SPEED_TURNS, _CLOCK_TURNS, _COLLECTIVE_TURNS = 20, 4, 8, 5
 
 
 def measure_pairs(device: Device, rank: int, rounds: Sequence[Mapping[int, int]]) -> list[Pair]:
-    """What this rank measured with each partner of a higher rank. All ranks call it with the same rounds."""
+    """What this rank measured with each partner of a higher rank, and what came to it wrong. All ranks call it with the
+    same rounds."""
     found = []
     for partners in rounds:
         if rank in partners:
             other = partners[rank]
             pair = _exchange(device, rank, other)
-            if rank < other:
+            if rank < other or pair.fault:
                 found.append(pair)
     return found
 

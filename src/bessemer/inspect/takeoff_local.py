@@ -24,7 +24,7 @@ from bessemer.inspect.takeoff_records import (
 from bessemer.runtime.device import Device
 from bessemer.runtime.disk import measure_disk
 from bessemer.runtime.host_state import read_limits, read_versions, torch_versions
-from bessemer.runtime.known_answer import FORMATS, Burn, burn_in
+from bessemer.runtime.known_answer import FORMATS, Burn, Burner
 from bessemer.runtime.links import read_links
 from bessemer.runtime.memory_patterns import test_memory
 from bessemer.runtime.nvml import read_gpus
@@ -34,7 +34,7 @@ __all__ = ["Effort", "check_host", "check_rank", "effort_of", "merged", "set_thr
 
 _CPU_SHORT = ("fp32", "bf16", "int8", "fp64")
 """fp16 and FP8 have no units in most CPUs, and take seconds for one product."""
-_SIZES = {"cpu": 512, "cuda": 8192, "musa": 8192}
+_SIZES = {"cpu": 512, "cuda": 4096, "musa": 4096}
 _SLICE_S = 5.0  # of a burn-in: long enough to be steady, short enough that formats take turns
 
 
@@ -101,34 +101,34 @@ def _granted(device: Device, wanted: int) -> int:
 
 
 def _products(device: Device, effort: Effort) -> tuple[Product, ...]:
-    burns: dict[str, list[Burn]] = {name: [] for name in effort.formats}
+    burners: dict[str, Burner] = {}
     absent: dict[str, str] = {}
+    for name in effort.formats:
+        try:
+            burners[name] = Burner(name, device, _SIZES[device.kind])
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            absent[name] = " ".join(str(error).split())[:120]
+    burns: dict[str, list[Burn]] = {name: [] for name in burners}
     for _ in range(effort.cycles):
-        for name in effort.formats:
-            if name in absent:
-                continue
-            try:
-                burns[name].append(burn_in(name, device, size=_SIZES[device.kind], seconds=effort.slice_s))
-            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                absent[name] = " ".join(str(error).split())[:120]
+        for name, burner in burners.items():
+            burns[name].append(burner.burn(effort.slice_s))
     return tuple(
-        Product(format=name, absent=absent[name]) if name in absent else merged(found, _key(device, found[0]))
-        for name, found in burns.items()
+        Product(format=name, absent=absent[name])
+        if name in absent
+        else merged(burns[name], _key(device, burners[name]))
+        for name in effort.formats
     )
 
 
-def _key(device: Device, burn: Burn) -> str:
+def _key(device: Device, burner: Burner) -> str:
     library = f"torch {torch.__version__}"
     if device.kind == "cpu":
         library += f" {torch.backends.cpu.get_cpu_capability()}, threads {torch.get_num_threads()}"
-    return f"{burn.format} {burn.size} on {device.name}, {library}"
+    return f"{burner.name} {burner.size} on {device.name}, {library}"
 
 
 def merged(burns: Sequence[Burn], key: str) -> Product:
     """One record of the slices of a format: the rate of the first at its start and of the last at its end."""
-    fault = next((burn.fault for burn in burns if burn.fault), "")
-    if not fault and len({burn.checksum for burn in burns}) > 1:
-        fault = f"checksum {burns[0].checksum} at first, later {next(b.checksum for b in burns if b != burns[0])}"
     rates = sorted(burn.rate for burn in burns)
     return Product(
         format=burns[0].format,
@@ -138,7 +138,7 @@ def merged(burns: Sequence[Burn], key: str) -> Product:
         rate_start=burns[0].rate_start,
         rate_end=burns[-1].rate_end,
         checksum=burns[0].checksum,
-        fault=fault,
+        fault=next((burn.fault for burn in burns if burn.fault), ""),
     )
 
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from bessemer.core.units import format_bytes, format_rate
+from bessemer.core.units import format_bytes, format_rate, format_seconds
 from bessemer.inspect.takeoff_compare import LEAST, low_outliers, majority
 from bessemer.inspect.takeoff_links import gpu_findings, link_findings, pair_findings
 from bessemer.inspect.takeoff_records import Fleet, HostState, RankState
@@ -94,6 +94,12 @@ def _host(device: str) -> str:
     return device.partition(" rank ")[0]
 
 
+def _said(device: str) -> str:
+    """ "rank 7: " of a GPU; nothing of a CPU, which is its host's."""
+    _, found, rank = device.partition(" rank ")
+    return f"rank {rank}: " if found else ""
+
+
 def _silent(fleet: Fleet) -> Iterator[Finding]:
     """Ranks that say nothing; where all speak, what they say of an exchange that failed. Those that waited for a silent
     one failed for its sake."""
@@ -149,13 +155,15 @@ def _rates(fleet: Fleet, floors: Floors) -> Iterator[Finding]:
     for device, share in slow.items():
         formats = ", ".join(f"{name} {value:.2f}" for name, value in shares[device].items())
         yield Finding(
-            _host(device), "rate", True, f"{device}: products at {share:.2f} of the fleet's median ({formats})"
+            _host(device), "rate", True, f"{_said(device)}products at {share:.2f} of the fleet's median ({formats})"
         )
     for name in sorted({name for found in shares.values() for name in found}):
         each = {device: found[name] for device, found in shares.items() if name in found}
         for device, share in low_outliers(each, FORMAT_DROP).items():
             if device not in slow:
-                yield Finding(_host(device), "rate", True, f"{device}: {name} at {share:.2f} of the fleet's median")
+                yield Finding(
+                    _host(device), "rate", True, f"{_said(device)}{name} at {share:.2f} of the fleet's median"
+                )
     yield from _copies(fleet, floors)
     for state in fleet.ranks:
         for product in state.products:
@@ -177,7 +185,7 @@ def _copies(fleet: Fleet, floors: Floors) -> Iterator[Finding]:
     for copies in by_kind.values():
         rates = {device: statistics.median(found) for device, found in copies.items()}
         for device, share in low_outliers(rates, COPY_DROP).items():
-            what = f"{device}: memory copies at {share:.2f} of the fleet's median"
+            what = f"{_said(device)}memory copies at {share:.2f} of the fleet's median"
             yield Finding(_host(device), "memory", True, what)
 
 
@@ -190,9 +198,7 @@ def _heat(fleet: Fleet) -> Iterator[Finding]:
     kept = low_outliers({device: 1 - drop for device, drop in each.items()}, HEAT_BEYOND)
     for device, drop in each.items():
         if drop > HEAT_DROP:
-            what = (
-                f"{device}: the rate fell by {drop:.0%} from start to end under load; the fleet's median is {usual:.0%}"
-            )
+            what = f"{_said(device)}the rate fell by {drop:.0%} from start to end; the fleet's median is {usual:.0%}"
             yield Finding(_host(device), "heat", device in kept, what)
 
 
@@ -229,7 +235,8 @@ def _clocks(fleet: Fleet) -> Iterator[Finding]:
         sure = abs(skew) - state.clock_error_s
         if sure > CLOCK_DOUBT_S:
             way = "ahead of" if skew > 0 else "behind"
-            what = f"its clock is {abs(skew):.3g} s (+- {state.clock_error_s:.1g}) {way} {against}"
+            error = format_seconds(state.clock_error_s)
+            what = f"its clock is {format_seconds(abs(skew))} (+- {error}) {way} {against}"
             yield Finding(host, "clock", sure > CLOCK_BAD_S, what)
 
 

@@ -53,7 +53,7 @@ def _about(fleet: Fleet) -> list[str]:
 
 def _hosts(fleet: Fleet, verdict: Verdict) -> Table:
     formats = [p.format for p in fleet.ranks[0].products if not p.absent]
-    title = "products in operations/s: the slowest rank of the host, drift: from start to end"
+    title = "products in op/s of the slowest rank; copy, disk in B/s; drift: end to start"
     table = Table("host", *formats, "drift", "copy", "disk", "clock", "", title=title, title_justify="left", box=None,
                   title_style="dim", pad_edge=False)  # fmt: skip
     listed = sorted(fleet.hosts, key=lambda state: state.host not in verdict.bad)[:_MOST_HOSTS]
@@ -74,7 +74,11 @@ def _short(host: str) -> str:
 
 def _slowest(ranks: Sequence[RankState], name: str) -> str:
     rates = [p.rate for rank in ranks for p in rank.products if p.format == name and p.rate]
-    return format_rate(min(rates), "").removesuffix("/s") if rates else "-"
+    return _tight(min(rates)) if rates else "-"
+
+
+def _tight(rate: float) -> str:
+    return format_rate(rate, "").removesuffix("/s").replace(" ", "")
 
 
 def _change(ranks: Sequence[RankState]) -> str:
@@ -83,19 +87,21 @@ def _change(ranks: Sequence[RankState]) -> str:
 
 
 def _copy(ranks: Sequence[RankState]) -> str:
-    return format_rate(min(rank.memory.copy_bytes_per_s for rank in ranks), "B") if ranks else "-"
+    return _tight(min(rank.memory.copy_bytes_per_s for rank in ranks)) if ranks else "-"
 
 
 def _disk(state: HostState) -> str:
-    return format_rate(min(disk.write_bytes_per_s for disk in state.disks), "B") if state.disks else "-"
+    return _tight(min(disk.write_bytes_per_s for disk in state.disks)) if state.disks else "-"
 
 
 def _clock(state: HostState) -> str:
     if state.clock_s is None:
         return "-"
+    if state.clock_error_s == 0.0:
+        return "first"  # against whose clock the others are told
     shown = max(abs(state.clock_s), state.clock_error_s)
     sign = "<" if abs(state.clock_s) <= state.clock_error_s else "+" if state.clock_s > 0 else "-"
-    return sign + format_seconds(shown)
+    return sign + format_seconds(shown).replace(" ", "")
 
 
 def _pairs(fleet: Fleet) -> list[str]:
@@ -104,7 +110,7 @@ def _pairs(fleet: Fleet) -> list[str]:
         pairs = [p for p in fleet.pairs if (fleet.host_of(p.a) == fleet.host_of(p.b)) == inside]
         if pairs:
             taken, of = fleet.rounds
-            part = f" ({taken} of {of} rounds)" if not inside and taken < of else ""
+            part = f", {taken} of {of} rounds" if not inside and taken < of else ""
             lines.append(f"{counted(len(pairs), 'pair')} {title}{part}: {_spread(pairs)}")
     return lines
 
@@ -113,7 +119,7 @@ def _spread(pairs: Sequence[Pair]) -> str:
     slow, quick = max(p.latency_s for p in pairs), statistics.median(p.latency_s for p in pairs)
     least, usual = min(p.bytes_per_s for p in pairs), statistics.median(p.bytes_per_s for p in pairs)
     return (
-        f"{format_seconds(quick)} a message (slowest {format_seconds(slow)}), "
+        f"{format_seconds(quick)} (slowest {format_seconds(slow)}), "
         f"{format_rate(usual, 'B')} (least {format_rate(least, 'B')})"
     )
 

@@ -1,6 +1,6 @@
 """Matrix products whose answer is known, again and again for a while: is every bit right, how fast, does the rate hold?
 
-    burn = burn_in("bf16", device, size=512, seconds=1.0)
+    burn = Burner("bf16", device, size=512).burn(seconds=1.0)
     burn.fault                       # "" or what was wrong, where
     burn.checksum                    # the same on every device of a kind with the same libraries and threads
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from bessemer.core.units import counted
 from bessemer.runtime.device import Device
 
-__all__ = ["FORMATS", "Burn", "WholeAnswer", "burn_in", "first_difference", "operands"]
+__all__ = ["FORMATS", "Burn", "Burner", "WholeAnswer", "first_difference", "operands"]
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 FORMATS = ("fp64", "fp32", "bf16", "fp16", "int8", "fp8")
@@ -73,44 +73,59 @@ def operands(kind: str, name: str, size: int) -> tuple[Tensor, Tensor]:
     return made[0], made[1]
 
 
-def burn_in(name: str, device: Device, *, size: int, seconds: float) -> Burn:
-    """Products of format `name` for about `seconds`, at least one of whole numbers and three of full mantissas.
+class Burner:
+    """Products of format `name` on `device`, M = N = K = `size`. All answers must equal the first, which is kept.
 
     RuntimeError, NotImplementedError or the like, as torch raises it, where torch has no such product on the device.
-    Times are of the product alone: on a CPU the thread's own, so that a busy computer doesn't look like a slow one.
     """
-    multiply = _multiply(name, device)
-    start = time.perf_counter()
-    with torch.no_grad():
-        known = WholeAnswer(*operands("whole", name, size), device.torch_device)
+
+    def __init__(self, name: str, device: Device, size: int) -> None:
+        self.name, self.size = name, size
+        self._device, self._multiply = device, _multiply(name, device)
+        self._known = WholeAnswer(*operands("whole", name, size), device.torch_device)
+        self._a_MK, self._b_KN = (x.to(device.torch_device) for x in operands("full", name, size))
+        self._reference_MN = self._product()  # it also builds the kernel
+        self._checksum = _checksum(self._reference_MN)
+        self._done = 1
+
+    def burn(self, seconds: float) -> Burn:
+        """For about `seconds`, at least one product of whole numbers and three of full mantissas.
+
+        Times are of the product alone: on a CPU the thread's own, so that a busy computer doesn't look like a slow one.
+        """
+        start = time.perf_counter()
         fault, repetitions = "", 0
         while not fault and (repetitions < 1 or time.perf_counter() < start + seconds / 4):
-            fault = known.fault(multiply(known.a_MK, known.b_KN))
+            with torch.no_grad():
+                fault = self._known.fault(self._multiply(self._known.a_MK, self._known.b_KN))
             repetitions += 1
-        a_MK, b_KN = (x.to(device.torch_device) for x in operands("full", name, size))
-        times, reference_MN, differs = _repeat(lambda: multiply(a_MK, b_KN), device, start + seconds)
-    third = max(1, len(times) // 3)
-    rate, rate_start, rate_end = (2.0 * size**3 / statistics.median(x) for x in (times, times[:third], times[-third:]))
-    return Burn(name, size, repetitions + len(times), rate, rate_start, rate_end,
-                _checksum(reference_MN), fault or differs)  # fmt: skip
+        times, differs = self._repeat(start + seconds)
+        third = max(1, len(times) // 3)
+        medians = (statistics.median(part) for part in (times, times[:third], times[-third:]))
+        rate, rate_start, rate_end = (2.0 * self.size**3 / each for each in medians)
+        return Burn(self.name, self.size, repetitions + len(times), rate, rate_start, rate_end,
+                    self._checksum, fault or differs)  # fmt: skip
 
+    def _product(self) -> Tensor:
+        with torch.no_grad():
+            made_MN = self._multiply(self._a_MK, self._b_KN)
+        self._device.synchronize()
+        return made_MN
 
-def _repeat(product: Callable[[], Tensor], device: Device, end: float) -> tuple[list[float], Tensor, str]:
-    """(seconds of each product but the first, the first answer, the first difference from it)."""
-    clock = time.thread_time if device.kind == "cpu" else time.perf_counter
-    reference_MN = product()  # it also builds the kernel
-    device.synchronize()
-    times: list[float] = []
-    fault = ""
-    while len(times) < 3 or time.perf_counter() < end:
-        begin = clock()
-        made_MN = product()
-        device.synchronize()
-        times.append(clock() - begin)
-        if not fault and not torch.equal(_bits(made_MN), _bits(reference_MN)):
-            where = first_difference(made_MN, reference_MN)
-            fault = f"repetition {len(times) + 1} differs from the first at {where}"
-    return times, reference_MN, fault
+    def _repeat(self, end: float) -> tuple[list[float], str]:
+        """(seconds of each product, the first difference from the first answer)."""
+        clock = time.thread_time if self._device.kind == "cpu" else time.perf_counter
+        times: list[float] = []
+        fault = ""
+        while len(times) < 3 or time.perf_counter() < end:
+            begin = clock()
+            made_MN = self._product()
+            times.append(clock() - begin)
+            self._done += 1
+            if not fault and not torch.equal(_bits(made_MN), _bits(self._reference_MN)):
+                where = first_difference(made_MN, self._reference_MN)
+                fault = f"repetition {self._done} differs from the first at {where}"
+        return times, fault
 
 
 class WholeAnswer:
