@@ -82,6 +82,19 @@ def test_a_rank_that_is_started_again_has_a_new_box(tmp_path: Path) -> None:
         recorder.close()
 
 
+def test_a_box_of_an_earlier_attempt_is_as_good_as_none(tmp_path: Path) -> None:
+    """Until the rank that is started again has made its own, nothing may be said of it."""
+    recorder = recorder_at(tmp_path / "rank-0")
+    phases = Phases()
+    phases.attach(recorder)
+    with phases("data_s"):
+        pass
+    assert BoxTail(tmp_path / "rank-0", time.time() - 60).poll()[0]
+    tail = BoxTail(tmp_path / "rank-0", time.time() + 1)
+    assert tail.poll() == ([], []) and tail.own == {}
+    recorder.close()
+
+
 def test_what_a_step_was(tmp_path: Path) -> None:
     """Waiting inside a forward pass, as of tensor parallelism, is not computing."""
     clock = Clock()

@@ -56,8 +56,8 @@ class RankMeter:
     """One rank. `poll` takes in what is new; `steps` are those that are over and not taken yet, `operations` those of
     which the end was seen since the last poll."""
 
-    def __init__(self, path: Path) -> None:
-        self.tail = BoxTail(path)
+    def __init__(self, path: Path, since_t: float = 0.0) -> None:
+        self.tail = BoxTail(path, since_t)
         self.steps: deque[RankStep] = deque(maxlen=KEPT_STEPS)
         self.operations: list[TailOperation] = []
         self.newest = 0

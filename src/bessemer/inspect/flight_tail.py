@@ -53,10 +53,11 @@ class TailOperation:
 
 class BoxTail:
     """One black box file, from wherever its writer is when it is first polled. A file that takes its place, as of a
-    rank that was started again, is read from its begin."""
+    rank that was started again, is read from its begin. One that was begun before `since_t` (unix seconds) is of an
+    earlier attempt, and as good as none."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, since_t: float = 0.0) -> None:
+        self.path, self._since_t = path, since_t
         self.own: dict[str, Any] = {}
         """Rank, world, host, pid as the file says; empty while there is none."""
         self.ahead_s = 0.0
@@ -95,7 +96,7 @@ class BoxTail:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             magic, table_bytes, num_marks, num_operations, _ = ring.HEAD.unpack(mapped[: ring.HEAD.size])
             entries = list(ring.lines(mapped[ring.HEAD_BYTES : ring.HEAD_BYTES + table_bytes]))
-            if magic != ring.MAGIC or not entries:
+            if magic != ring.MAGIC or not entries or entries[0]["wall_s"] < self._since_t:
                 mapped.close()
                 return
             self.close()

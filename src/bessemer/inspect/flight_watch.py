@@ -97,21 +97,22 @@ class FlightWatch:
         self._block = job.layout.world_size // job.replicas
         self._metrics, self._events = Lines(folder / "metrics.jsonl"), Lines(folder / "events.jsonl")
         self._lease_s = EARLIER * (job.keep.lease_s or LEASE_S) / (2 if self._elastic else 1)  # there it's ended then
-        self._begin([] if self._elastic else list(range(job.replicas)))
         events = list(self._events.new())
-        start = max((at for at, event in enumerate(events) if event.get("event") == "start"), default=-1)
+        start = max((at for at, event in enumerate(events) if event.get("event") == "start"), default=0)
+        self._begin(float(events[start]["t"]) if events else time.time())
         for event in events[start + 1 :]:
             self._on_event(event)
 
-    def _begin(self, active: Sequence[int]) -> None:
-        """A new attempt: nothing of the last one counts."""
+    def _begin(self, start_t: float) -> None:
+        """A new attempt, from `start_t` (unix seconds) on: nothing of the last one counts."""
+        self._start_t = start_t
         self._meters: dict[int, RankMeter] = {}
         self._links, self._times = LinkMeter(), StepTimes()
         self._stopped_since: dict[int, float] = {}
         self._told_stopped: set[int] = set()
         self._told_hang = -1  # after which step
         self._done, self._last_metric, self._evicted, self._over = 0, 0, 0, False
-        self._active: list[int] = list(active)
+        self._active = [] if self._elastic else list(range(self.job.replicas))
         self.flight = Flight(self._placement())
         for sample in self._metric_samples():  # of earlier attempts: nobody needs to hear of them now
             self.flight.take(sample)
@@ -132,7 +133,9 @@ class FlightWatch:
             self._on_event(event)
         for number in self.flight.placement.ranks.tolist():
             path = self.folder / "blackbox" / f"rank-{number}"
-            self._meters.setdefault(number, RankMeter(path)).poll(now_s)
+            if number not in self._meters:
+                self._meters[number] = RankMeter(path, self._start_t)
+            self._meters[number].poll(now_s)
         self._take_operations()
         for record in (*self._metric_samples(), *self._step_samples()):
             self._take(record)
@@ -156,7 +159,7 @@ class FlightWatch:
     def _on_event(self, event: dict[str, Any]) -> None:
         name = event.get("event")
         if name == "start":
-            self._begin([] if self._elastic else list(range(self.job.replicas)))
+            self._begin(float(event["t"]))
         elif name == "loaded":
             self._last_metric = int(event.get("step") or 0)  # what comes after it is done again
         elif name == "epoch":
@@ -248,7 +251,7 @@ class FlightWatch:
     def _stand_still(self, now_s: float) -> None:
         if self._over or not (self.folder / "blackbox").is_dir():
             return
-        numbers = set(self.flight.placement.ranks.tolist())
+        numbers = {n for n in self.flight.placement.ranks.tolist() if n in self._meters and self._meters[n].tail.own}
         boxes = [box for box in read_blackboxes(self.folder / "blackbox") if box.rank in numbers]
         if self._elastic:
             boxes = across_groups(boxes, self._block, self._active)
