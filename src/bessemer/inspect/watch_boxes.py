@@ -68,9 +68,9 @@ class BoxTail:
         self._open: list[str] = []
         self._at_s = math.nan  # of the last mark
         self._seconds: list[float] | None = None  # of the step that runs; None while it isn't known from its begin
-        self._whole = False  # whether that step is kept already
         self._step = ring.NONE
         self._last = max(0, self._newest() - min(_FIRST_MARKS, self._num_marks - 1))
+        self._whole = self._last == 0  # whether that step is kept already: the next phase begins another
 
     @property
     def doing(self) -> str:
@@ -140,7 +140,7 @@ class BoxTail:
         if self._open or name in _BETWEEN:
             return
         if self._whole or step != self._step:
-            known = self._whole or self._seconds is not None or self._last == 1
+            known = self._whole or self._seconds is not None
             if not self._whole:
                 self._close()
             self._seconds, self._whole = ([0.0] * len(PHASES) if known else None), False

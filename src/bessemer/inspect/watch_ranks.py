@@ -282,7 +282,9 @@ class Ranks:
         z_R, mean_R, _ = self._rule.scores(0)
         self._z, self.scores = z_R, 1.0 + mean_R
         slow = np.zeros(len(reading.placement), bool)
-        slow[[found.index for found in self._rule.slow()]] = True
+        for found in self._rule.slow():
+            slow[found.index] = True
+            self.scores[found.index] = 1.0 + found.excess  # the mean is of clipped steps
         return slow
 
 

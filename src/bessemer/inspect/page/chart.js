@@ -36,7 +36,7 @@ class Chart {
   constructor(spec) {
     this.spec = spec;
     this.now = make("b");
-    this.canvas = make("canvas", { role: "img" });
+    this.canvas = make("canvas", { role: "img", "aria-label": spec.title });
     this.tip = make("div", { class: "tip wide", hidden: "" });
     this.figure = make("figure", {}, make("figcaption", {}, make("span", {}, spec.title), this.now), this.canvas, this.tip);
     this.canvas.addEventListener("pointermove", (event) => this.point(event.offsetX));

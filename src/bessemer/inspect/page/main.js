@@ -191,6 +191,7 @@ function trouble(error) {
 }
 
 async function round() {
+  const begin = performance.now();
   try {
     for (const run of page.runs) await page.source.poll(run, run === current());
     trouble(null);
@@ -202,7 +203,7 @@ async function round() {
     trouble(error);
   }
   clearTimeout(page.timer);
-  if (page.source.live) page.timer = setTimeout(next, page.wait);
+  if (page.source.live) page.timer = setTimeout(next, Math.max(100, page.wait - (performance.now() - begin)));
 }
 
 function next() {
