@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from remains_builder import enqueue
+from remains_builder import RemainsBuilder, enqueue
 
 from bessemer.core.job import Job
 from bessemer.inspect.flight_records import Finding
 from bessemer.inspect.flight_standstill import across_groups, is_stopped, python_stack
 from bessemer.inspect.flight_watch import FlightWatch, Lines
+from bessemer.inspect.landing import read_landing
 from bessemer.inspect.landing_hang import find_hang
 from bessemer.inspect.problems import problems
 from bessemer.keep.progress import event_line
@@ -178,3 +179,15 @@ def test_hashes_of_one_copy_compare_nothing() -> None:
 def test_a_finding_has_a_line_on_the_screen() -> None:
     event = Finding(kind="hang", t=1.0, step=2, ranks=(3,), text="no step for 10 s").as_event()
     assert event_line({"event": "finding", **event}) == ("flight", "no step for 10 s", "yellow")
+
+
+def test_the_landing_report_knows_who_was_evicted(tmp_path: Path) -> None:
+    remains = RemainsBuilder(tmp_path / "run", world=2)
+    remains.start()
+    why = "no step for 9 s: rank 1 did not come to all_reduce number 61"
+    remains.event("evicted", rank=1, why=why)
+    remains.event("rank_lost", rank=1, signal="SIGKILL", step=31, phase="training")
+    remains.event("failed", code="rank-lost", message="rank 1 was killed by SIGKILL", rank=1, step=31)
+    verdict = read_landing(remains.write(), kernel=(), running=False).verdict
+    assert (verdict.rank, verdict.kind) == (1, "unknown") and "the watch" in verdict.next
+    assert any(why in line for line in verdict.evidence), verdict.evidence

@@ -28,6 +28,11 @@ __all__ = ["Suspect", "find_suspects", "service_suspect"]
 
 WEAK_SIGNALS = ("SIGABRT", "SIGTERM")
 """With which libraries and schedulers also end what another rank's death has left without a use."""
+EVICTED = Cause(
+    "unknown",
+    0.8,
+    "the watch beside the run ended it: the finding says what it did; test that host before it comes back",
+)
 _BLAMED = re.compile(r"\(rank (\d+)[,)]")
 
 
@@ -108,6 +113,10 @@ def _suspect(
     evidence += [f"kernel: {line.text}" for line in kernel[-3:]]
     norms = [m["grad_norm"] for m in remains.metrics[-20:] if m.get("grad_norm") is not None]
     weight, cause = _judged(death, trace, report, norms)
+    evicted = next((e for e in of.named("evicted") if e.fields.get("rank") == rank), None)
+    if evicted is not None:
+        evidence.append(evicted.text)
+        weight, cause = 2, EVICTED
     told = next((c for line in reversed(kernel) if (c := cause_of_kernel(line.text)) is not None), None)
     if told is not None:
         weight, cause = 2, told
