@@ -20,27 +20,97 @@ from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
 from bessemer.keep.links import SECRET
 
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
 
 
-def host_job(folder: Path, *, steps: int = 40, dp: int = 4, **keep: Any) -> Job:
-    job = small_job(
-        folder,
+def host_job(base: Path, name: str, *, steps: int, dp: int = 4, **keep: Any) -> Job:
+    """A run `name` on the corpus of `base`, which all runs there share."""
+    return small_job(
+        base,
+        run={"name": name},
         layout={"dp": dp},
-        train={"steps": steps, "global_batch": 16, "micro_batch": 2, "eval_every": 0},
-        keep={"every": 0, "mode": "zero-interruption", "sums": "exact", "lease_s": 3.0, **keep},
+        train={"steps": steps, "global_batch": 24, "micro_batch": 2, "eval_every": 0},
+        keep={"every": 0, "mode": "zero-interruption", "sums": "exact", "lease_s": 2.0, **keep},
     )
-    (folder / "job.toml").write_text(dump_job(job))
-    return job
+
+
+class Places:
+    """Where hosts are: `names` are their addresses, `inside` the words before each host's commands."""
+
+    def __init__(self, names: Sequence[str], inside: Sequence[Sequence[str]]) -> None:
+        self.names, self.inside = list(names), list(inside)
+        self.port = 29500
+
+    @classmethod
+    def loopback(cls, count: int) -> Places:
+        made = cls([f"127.0.0.{number + 1}" for number in range(count)], [()] * count)
+        made.port = _free_port(made.names)
+        return made
+
+    @classmethod
+    def namespaces(cls, count: int) -> Network:
+        """OSError where this process may not make any."""
+        return Network(count)
+
+
+class Network(Places):
+    """Each host in a network namespace of its own, joined by one that forwards."""
+
+    def __init__(self, count: int) -> None:
+        self._prefix = f"bsm{os.getpid()}"
+        names = [f"10.99.{number}.2" for number in range(count)]
+        super().__init__(names, [("ip", "netns", "exec", f"{self._prefix}-{number}") for number in range(count)])
+        self._made: list[str] = []
+        try:
+            self._add("hub")
+            _ip("netns", "exec", f"{self._prefix}-hub", "sh", "-c", "echo 1 >/proc/sys/net/ipv4/ip_forward")
+            for number in range(count):
+                self._add_host(number)
+        except OSError:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._made:
+            _ip("netns", "del", name)
+
+    def cut(self, number: int) -> None:
+        _ip("-n", f"{self._prefix}-hub", "link", "set", f"p{number}", "down")
+
+    def mend(self, number: int) -> None:
+        _ip("-n", f"{self._prefix}-hub", "link", "set", f"p{number}", "up")
+
+    def _add(self, name: str) -> str:
+        _ip("netns", "add", f"{self._prefix}-{name}")
+        self._made.append(f"{self._prefix}-{name}")
+        return self._made[-1]
+
+    def _add_host(self, number: int) -> None:
+        hub, host = f"{self._prefix}-hub", self._add(str(number))
+        _ip("link", "add", f"v{number}", "netns", host, "type", "veth", "peer", "name", f"p{number}", "netns", hub)
+        for space, link, end in ((hub, f"p{number}", 1), (host, f"v{number}", 2)):
+            _ip("-n", space, "addr", "add", f"10.99.{number}.{end}/30", "dev", link)
+            _ip("-n", space, "link", "set", link, "up")
+        _ip("-n", host, "link", "set", "lo", "up")
+        _ip("-n", host, "route", "add", "default", "via", f"10.99.{number}.1")
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(done.stderr.strip() or f"ip {' '.join(words)} ended with {done.returncode}")
 
 
 class HostRun:
-    """`names` are the hosts' addresses; `inside`: by host the words before its command."""
+    """One run. What its agents print goes to files beside the job's."""
 
-    def __init__(self, folder: Path, job: Job, names: Sequence[str], inside: Sequence[Sequence[str]] = ()) -> None:
-        self.folder, self.job, self.names = folder, job, list(names)
-        self.inside = list(inside) or [() for _ in names]
-        self.port = _free_port(names[:1]) if not inside else 29500
+    def __init__(self, job: Job, places: Places) -> None:
+        self.job, self.places = job, places
+        self._file = job.run.folder.parent.parent / f"{job.run.name}.toml"
+        self._file.write_text(dump_job(job))
         self.agents: dict[int, subprocess.Popen[str]] = {}
         self._logs: dict[int, Path] = {}
 
@@ -54,18 +124,19 @@ class HostRun:
             agent.wait()
 
     def start(self, *numbers: int) -> None:
-        for number in numbers or range(len(self.names)):
-            ours = {"RANK": str(number), "WORLD_SIZE": str(len(self.names)), "BESSEMER_HOSTS": ",".join(self.names),
-                    "MASTER_PORT": str(self.port), SECRET: "a secret of the tests", "OMP_NUM_THREADS": "1"}  # fmt: skip
-            log = self._logs[number] = self.folder / f"agent-{number}.log"
-            command = [*self.inside[number], sys.executable, "-m", "bessemer.cli", "train", str(self.folder / "job.toml")]
+        names = self.places.names
+        for number in numbers or range(len(names)):
+            ours = {"RANK": str(number), "WORLD_SIZE": str(len(names)), "BESSEMER_HOSTS": ",".join(names),
+                    "MASTER_PORT": str(self.places.port), SECRET: "a secret of the tests"}  # fmt: skip
+            log = self._logs[number] = self._file.with_suffix(f".{number}.log")
+            command = [*self.places.inside[number], sys.executable, "-m", "bessemer.cli", "train", str(self._file)]
             with log.open("a") as output:
                 self.agents[number] = subprocess.Popen(
                     command, env={**os.environ, **ours}, stdout=output, stderr=output, text=True, start_new_session=True
                 )
 
     def signal_host(self, number: int, what: int) -> None:
-        """To all processes of a host, the agent last when it wakes up and first when it dies."""
+        """To all processes of a host, the agent first."""
         for pid in _tree(self.agents[number].pid):
             try:
                 os.kill(pid, what)
@@ -122,13 +193,15 @@ class HostRun:
 
 
 def _free_port(names: Sequence[str]) -> int:
-    """One whose neighbour is free too."""
+    """One that is free at all these addresses."""
     while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind((names[0], 0))
-            port = int(one.getsockname()[1])
+        with socket.socket() as first:
+            first.bind((names[0], 0))
+            port = int(first.getsockname()[1])
             try:
-                two.bind((names[0], port + 1))
+                for name in names[1:]:
+                    with socket.socket() as other:
+                        other.bind((name, port))
             except OSError:
                 continue
             return port

@@ -74,6 +74,8 @@ class Epoch:
     joining: tuple[int, ...]
     shares: Mapping[int, tuple[int, ...]]
     joins: Mapping[int, Join]
+    parked: bool = False
+    """Nothing is committed in it."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -90,6 +92,7 @@ class Epoch:
             joining=tuple(record["joining"]),
             shares={int(name): tuple(units) for name, units in record["shares"].items()},
             joins={int(name): Join(**join) for name, join in record["joins"].items()},
+            parked=bool(record["parked"]),
         )
 
 

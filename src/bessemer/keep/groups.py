@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Group", "Message", "Report"]
+__all__ = ["Group", "Message", "Report", "outvoted"]
 
 
 @dataclass
@@ -41,3 +41,21 @@ class Message(NamedTuple):
     groups: Sequence[int]
     places: Sequence[int]
     record: dict[str, Any]
+
+
+def outvoted(votes_by_place: Sequence[Mapping[int, str]], members: Sequence[int]) -> list[int] | None:
+    """Groups whose vote is another digest than that of most members at the same place; None where no strict majority
+    agrees. Votes of others than members count nothing."""
+    wrong: set[int] = set()
+    for votes in votes_by_place:
+        if len(set(votes.values())) == 1:
+            continue
+        digests = {name: votes[name] for name in members}
+        kinds = set(digests.values())
+        if len(kinds) == 1:
+            continue
+        best = max(kinds, key=list(digests.values()).count)
+        if 2 * list(digests.values()).count(best) <= len(digests):
+            return None
+        wrong |= {name for name, digest in digests.items() if digest != best}
+    return sorted(wrong)

@@ -58,6 +58,8 @@ class HostsCoordinator(Coordinator):
         self._ended = threading.Event()
         super().__init__(server, membership, **more)
         desk.send = self._send
+        for group in () if self._takeover is None else self._takeover.known.active + self._takeover.known.joining:
+            desk.saw(group % len(self._hosts), group)
         if self._takeover is None:
             self._claims.clear()
         else:

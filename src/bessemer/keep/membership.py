@@ -11,8 +11,9 @@ by nothing else.
 
 Every method notes what happened; `decide` returns the messages that follow, each for ranks of some groups:
 
-    epoch   {term, epoch, step, active, joining, shares: {group: [unit]}, joins: {group: {donor, step}}}
+    epoch   {term, epoch, step, active, joining, shares: {group: [unit]}, joins: {group: {donor, step}}, parked}
             step: how many are committed; a rank that stands one behind and has voted applies its sum first.
+            parked: too few are active, so nothing is committed; a joiner says that it is synced without a sum.
     commit  {term, epoch, step, next: epoch or None, finished}       step: how many are committed now
     fenced  {why}      this rank is no part of the run any more      released {}      a wish to leave is granted
     failed  {code, message}                                          the run can't go on
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from bessemer.data.cursor import deal
-from bessemer.keep.groups import Group, Message, Report
+from bessemer.keep.groups import Group, Message, Report, outvoted
 
 __all__ = ["Group", "Membership", "Message", "Report"]
 
@@ -267,7 +268,7 @@ class Membership:
         return bool(members) and all(votes.keys() >= set(members) for votes in self._votes)
 
     def _commit(self, *, always_epoch: bool = False) -> None:
-        wrong = self._outvoted()
+        wrong = outvoted(self._votes, self.active + self.joining)
         if wrong is None:
             text = f"no majority of the groups agrees on the sum or the parameters of step {self.step + 1}"
             self._tell(self.active + self.joining, {"kind": "failed", "code": "sums-differ", "message": text})
@@ -299,22 +300,6 @@ class Membership:
         if record["next"] is not None:
             known = set(before)
             self._tell([name for name in self.joining if name not in known], record["next"])
-
-    def _outvoted(self) -> list[int] | None:
-        """Groups with another digest than most have at the same place; None where no strict majority agrees."""
-        wrong: set[int] = set()
-        for votes in self._votes:
-            if len(set(votes.values())) == 1:
-                continue
-            digests = {name: votes[name] for name in self.active + self.joining}  # not of those that were lost
-            kinds = set(digests.values())
-            if len(kinds) == 1:
-                continue
-            best = max(kinds, key=list(digests.values()).count)
-            if 2 * list(digests.values()).count(best) <= len(digests):
-                return None
-            wrong |= {name for name, digest in digests.items() if digest != best}
-        return sorted(wrong)
 
     def _change_members(self) -> bool:
         """Planned changes, where no work is under way: whether there were any."""
@@ -366,6 +351,7 @@ class Membership:
             "active": active,
             "joining": self.joining,
             "shares": {str(name): units for name, units in self.shares.items()},
+            "parked": len(active) < self.minimum,
             "joins": {str(n): {"donor": donor, "step": step} for n, (donor, _, step) in self._joins.items()},
         }
 

@@ -36,6 +36,7 @@ from bessemer.train.transfer import Landing, Snapshot, send
 
 __all__ = ["Connector", "ElasticLoop", "group_job"]
 
+_LAND_S = 0.01
 FENCED_S = 2.0
 """A rank that fails waits this long for word that its group is no part of the run any more."""
 
@@ -139,6 +140,12 @@ class ElasticLoop(Loop):
         start = time.monotonic()
         while True:
             self.reporter.phase(step + 1, "catching up")
+            if self._enter(step).parked and stands is None:
+                stands = self._land_parked(step)
+                if stands == step and me in self.cohort.await_epoch(self._agreed_epoch()).active:
+                    self._event_of_group("joined", step=step, seconds=time.monotonic() - start)
+                    return step
+                continue
             work = self._new_work(step)
             queue.append((step, work, self._sum(step, work)))
             step += 1
@@ -155,6 +162,18 @@ class ElasticLoop(Loop):
                 if me in self.cohort.await_epoch(self._agreed_epoch()).active:
                     self._event_of_group("joined", step=step, seconds=time.monotonic() - start)
                     return step
+
+    def _land_parked(self, step: int) -> int | None:
+        """As `_land`, of the step at which all stand still; waits for it, or for a newer epoch."""
+        assert self._epoch is not None
+        epoch, stands = self._epoch.number, None
+        while stands is None and self._agreed_epoch() <= epoch:
+            stands = self._land(step)
+            time.sleep(_LAND_S)
+        if stands is not None:
+            self.cohort.synced()
+            self.cohort.await_epoch(epoch + 1)
+        return stands
 
     def _land(self, first: int) -> int | None:
         """The step of the snapshot that has arrived on all ranks of this group, put in place; else None. `first`: the
