@@ -89,6 +89,9 @@ class ElasticAgent(Agent):
         """To commands that ask something of the run."""
         self._control.write_text(json.dumps({"agent": str(self.place / "agent")}))
 
+    def _forget_where(self) -> None:
+        self._control.unlink(missing_ok=True)
+
     def _share_of_groups(self, replicas: int) -> int:
         """How many groups this host has where so many are to be active."""
         return replicas + self.job.keep.spares
@@ -384,6 +387,6 @@ class ElasticAgent(Agent):
 
     def _clear(self) -> None:
         self.coordinators.kill()
-        self._control.unlink(missing_ok=True)
+        self._forget_where()
         super()._clear()
         self._starter.close()

@@ -303,6 +303,11 @@ class HostAgent(ElasticAgent):
                 self.coordinators.say({"kind": "concluded"})
             self._turn(wishes)
 
+    def _forget_where(self) -> None:
+        """Unless the run goes on: an agent that begins it again looks for it then."""
+        if self._over and self.journal.wrote:
+            super()._forget_where()
+
     def _conclude(self) -> int:
         if self.journal.writes:
             return super()._conclude()

@@ -1,0 +1,199 @@
+"""The parts of runs on several hosts that need no ranks: who is where, claims to epochs, the agents' desk, records."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_ranks import job_in
+
+from bessemer.core.errors import RequestError
+from bessemer.keep.claims import Claim, Claims
+from bessemer.keep.desk import STANDBY_S, Desk
+from bessemer.keep.host_journal import HostJournal
+from bessemer.keep.hosts import hosts_of_launch
+from bessemer.keep.launch import Launch
+from bessemer.keep.progress import Printer
+from bessemer.keep.run_folder import RunFolder
+
+
+def launch(**fields: Any) -> Launch:
+    place: dict[str, Any] = {"launcher": "env", "rank": 1, "world_size": 3, "local_rank": 0, "local_world_size": 1}
+    return Launch(**place | fields)
+
+
+# ---- who is where
+
+
+def test_hosts_are_those_of_the_launch_and_share_the_groups() -> None:
+    hosts = hosts_of_launch(launch(), {"BESSEMER_HOSTS": "one, two,fe80::3", "MASTER_PORT": "29500"})
+    assert (hosts.number, hosts.name, hosts.count) == (1, "two", 3)
+    assert hosts.coordinators == ("tcp:one:29500", "tcp:two:29500", "tcp:[fe80::3]:29500")
+    shares = [hosts.__class__(n, hosts.names, hosts.port).share_of(5) for n in range(3)]
+    assert shares == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "env", "code"),
+    [
+        ({"world_size": 2}, {"BESSEMER_HOSTS": "one,two", "MASTER_PORT": "x"}, "no-hosts"),
+        ({}, {"BESSEMER_HOSTS": "one,two", "MASTER_PORT": "29500"}, "no-hosts"),
+        ({}, {"BESSEMER_HOSTS": "one,two,two", "MASTER_PORT": "29500"}, "no-hosts"),
+        ({"local_world_size": 8}, {"BESSEMER_HOSTS": "one,two,three", "MASTER_PORT": "29500"}, "agent-per-host"),
+    ],
+)
+def test_half_a_description_is_refused(fields: dict[str, Any], env: dict[str, str], code: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        hosts_of_launch(launch(**fields), env)
+    assert raised.value.code == code and raised.value.fix
+
+
+# ---- claims
+
+
+def test_of_two_coordinators_one_has_the_epoch(tmp_path: Path) -> None:
+    one, two = Claims(tmp_path, "token"), Claims(tmp_path, "token")
+    assert one.take(4, 1, [2, 3]) is None
+    assert one.take(4, 1, [2, 3]) is None, "it is still its own"
+    assert two.take(4, 5, [0, 1], since=4) == Claim(1, (2, 3))
+    assert two.take(3, 5, [0, 1], since=3) == Claim(1, ()), "who heard of an earlier epoch last is too late as well"
+    assert two.take(5, 5, [0], since=5) is None
+    assert one.take(6, 1, [0]) == Claim(5, (0,)), "what follows from an epoch of the other's is not one's own"
+
+
+def test_claims_of_an_earlier_attempt_are_of_no_account(tmp_path: Path) -> None:
+    assert Claims(tmp_path, "first").take(2, 1, [0]) is None
+    assert Claims(tmp_path, "second").take(2, 7, [1]) is None
+    Claims(tmp_path, "third").clear()
+    assert not list((tmp_path / "claims").iterdir())
+
+
+# ---- the desk
+
+
+class Office:
+    """A desk and what it has said to whom."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "run.json").write_text(json.dumps({"token": "t"}))
+        self.desk = Desk(0, "tcp:one:1", folder, 1.0)
+        self.said: list[tuple[int, dict[str, Any]]] = []
+        self.desk.send = lambda peer, record: self.said.append((peer.number, dict(record)))  # type: ignore[attr-defined]
+
+    def come(self, number: int, *, token: str = "t", wrote: bool = False, newest: int = -1) -> Any:
+        peer: Any = _Peer(number)
+        record = {"host": f"host-{number}", "number": number, "token": token, "wrote": wrote, "newest": newest}
+        self.desk.come(peer, record, begun=True, term=3)
+        return peer
+
+    def turn(self, *, later_s: float = 0.0, standby: bool = True, decides: bool = True) -> None:
+        self.desk.turn(time.monotonic() + later_s, decides=decides, begun=True, standby=standby)
+
+    def heard(self, number: int, kind: str) -> list[dict[str, Any]]:
+        return [record for who, record in self.said if who == number and record["kind"] == kind]
+
+
+class _Peer:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_one_agent_writes_and_gets_what_others_say(tmp_path: Path) -> None:
+    office = Office(tmp_path)
+    first, second = office.come(0), office.come(1, wrote=True)
+    office.desk.take(first, {"kind": "record", "of": "events", "record": {"event": "x"}})
+    office.desk.note("epoch", {"epoch": 1})
+    office.turn(decides=False)
+    assert not office.heard(1, "write"), "one that may be cut off appoints nobody"
+    office.turn()
+    assert office.heard(1, "write") and not office.heard(0, "write"), "the one that wrote before goes on"
+    assert [r["record"]["event"] for r in office.heard(1, "record")] == ["x", "epoch"]
+    assert office.heard(0, "resend")
+    office.desk.gone(second)
+    office.turn()
+    assert not office.heard(0, "write"), "it may come back"
+    office.turn(later_s=1.1)
+    assert office.heard(0, "write") == [{"kind": "write", "begun": True}]
+
+
+def test_an_agent_of_another_run_folder_is_refused(tmp_path: Path) -> None:
+    office = Office(tmp_path)
+    stranger = office.come(1, token="other")
+    assert [r["code"] for r in office.heard(1, "refused")] == ["other-folder"] and not office.desk.hosts
+    with pytest.raises(ValueError, match="not welcome"):
+        office.desk.take(stranger, {"kind": "done"})
+
+
+def test_a_standby_is_asked_for_on_other_hosts_in_turn(tmp_path: Path) -> None:
+    office = Office(tmp_path)
+    for number in (0, 1, 2):
+        office.come(number)
+    office.turn(standby=False)
+    office.turn(standby=False)
+    assert [len(office.heard(n, "stand_by")) for n in (0, 1, 2)] == [0, 1, 0]
+    office.turn(standby=False, later_s=STANDBY_S + 1)
+    assert office.heard(2, "stand_by") == [{"kind": "stand_by", "of": "tcp:one:1"}]
+
+
+def test_names_of_groups_go_on_where_a_host_comes_back(tmp_path: Path) -> None:
+    office = Office(tmp_path)
+    office.desk.saw(1, 7)
+    office.come(1)
+    assert office.heard(1, "welcome")[0]["newest"] == 7
+
+
+def test_the_last_word_is_the_writers(tmp_path: Path) -> None:
+    office = Office(tmp_path)
+    first, second = office.come(0), office.come(1)
+    office.turn(later_s=1.1)
+    office.desk.take(first, {"kind": "done"})
+    office.turn()
+    assert not office.heard(0, "last")
+    office.desk.take(second, {"kind": "done"})
+    office.turn()
+    assert office.heard(0, "last") and not office.desk.over
+    office.desk.take(first, {"kind": "concluded"})
+    assert office.desk.over and office.heard(0, "over") and office.heard(1, "over")
+
+
+def test_who_others_wait_for_is_lost_wherever_it_is(tmp_path: Path) -> None:
+    office = Office(tmp_path)
+    first, second = office.come(0), office.come(1)
+    late = [[1, "rank 1 makes no progress in forward", 9.0]]
+    office.desk.take(second, {"kind": "overdue", "waiting": False, "behind": late})
+    assert not office.heard(1, "lose"), "nobody waits for it"
+    office.desk.take(first, {"kind": "overdue", "waiting": True, "behind": []})
+    assert [r["group"] for r in office.heard(1, "lose")] == [1]
+
+
+# ---- records
+
+
+def test_records_wait_until_somebody_writes(tmp_path: Path) -> None:
+    folder = RunFolder(job_in(tmp_path))
+    folder.lock()
+    try:
+        folder.claim()
+        journal = HostJournal(folder, Printer(5, quiet=True))
+        sent: list[Any] = []
+        journal.event("one")
+        journal.send = lambda record: bool(sent.append(record) or True)
+        journal.event("two")
+        assert [r["record"]["event"] for r in sent] == ["one", "two"] and not folder.events_file.exists()
+        journal.begin(begun=True)
+        journal.event("three")
+        journal.take("metrics", {"step": 4, "loss": 1.0})
+        journal.take("metrics", {"step": 4, "loss": 2.0})
+        journal.cease()
+        journal.send = lambda record: False
+        journal.event("four")
+        assert not journal.idle
+        journal.begin(begun=True)
+        assert [e["event"] for e in folder.events()] == ["three", "four"]
+        assert [m["loss"] for m in folder.metrics()] == [1.0] and journal.step == 4
+        journal.close()
+    finally:
+        folder.unlock()
