@@ -77,6 +77,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Fleet], Fleet]]] = {
     "a slow disk": ("disk", "of the fleet's median", lambda f: _disk(f, write_bytes_per_s=2e8)),
     "a read-only disk": ("disk", "Read-only file system", lambda f: _disk(f, fault="Read-only file system")),
     "few open files": ("limit", "1024 open files", lambda f: with_host(f, BAD, limits={"open_files": 1024})),
+    "few ports": ("limit", "by 100 ports only", lambda f: with_host(f, BAD, limits={"ports": 100})),
     "little locked memory": ("limit", "ulimit -l", lambda f: with_host(f, BAD, limits={"locked_bytes": 65536})),
     "a slow card": ("pair", "of its 4 links", lambda f: with_slow_links(f, 0.5, lambda p: BAD in (p.a, p.b))),
     "a port that is down": ("link", "state DOWN, not ACTIVE", lambda f: _port(f, state="DOWN")),

@@ -27,7 +27,7 @@ HEAT_DROP, HEAT_BEYOND = 0.10, 0.05
 """Of the rate from the first to the last third; and how much more than the fleet's median."""
 CLOCK_BAD_S, CLOCK_DOUBT_S = 0.5, 0.1
 """Records of two hosts can't be put in order beyond; a synchronised clock is within milliseconds."""
-LEAST_INODES = 10_000
+LEAST_INODES, LEAST_PORTS = 10_000, 4096
 SHARED_BYTES_PER_RANK = 64 << 20
 """What a container gives by default, and NCCL finds too little (docs/launch.md)."""
 _MAY_DIFFER = ("kernel", "libc")
@@ -269,9 +269,9 @@ def _limits(fleet: Fleet) -> Iterator[Finding]:
                 f"only {format_bytes(locked)} may be locked, which InfiniBand needs without limit: ulimit -l unlimited"
             )
             yield Finding(state.host, "limit", True, what)
-        ports, out = state.limits.get("ports", -1), 4 * world_size * len(state.ranks)
-        if 0 <= ports < out:
-            what = f"connections may leave by {ports} ports, {out} needed: sysctl net.ipv4.ip_local_port_range"
+        ports = state.limits.get("ports", -1)
+        if 0 <= ports < LEAST_PORTS:
+            what = f"connections may leave by {ports} ports only: sysctl net.ipv4.ip_local_port_range"
             yield Finding(state.host, "limit", True, what)
 
 
