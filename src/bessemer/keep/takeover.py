@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from bessemer.keep.records import read_records
 from bessemer.keep.wire import Frames, pack
 
 __all__ = ["Decision", "DecisionLog", "Takeover", "stand_by"]
+
+_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -164,29 +167,51 @@ class Takeover:
 
 def stand_by(primary: str, secret: str, *, lease_s: float) -> Decision | None:
     """Hear the decisions of the coordinator at `primary`; returns the last one once that coordinator has ended or was
-    silent for three leases. None: the run has ended in order. Raises OSError where nobody listens."""
-    with connect(primary, 30.0) as link:
-        frames = Frames()
+    silent for three leases. None: the run has ended in order. Raises OSError where nobody listens there.
+
+    One that merely closed the connection, since this process was itself silent for too long, is followed again."""
+    link, known = connect(primary, 30.0), Decision()
+    while True:
+        with link:
+            known, how = _follow(link, secret, lease_s, known)
+        if how == "over":
+            return None
+        if how == "silent":
+            return known
+        try:
+            link = connect(primary, _AGAIN_S)
+        except OSError:
+            return known
+
+
+def _follow(
+    link: socket.socket, secret: str, lease_s: float, known: Decision
+) -> tuple[Decision, Literal["over", "silent", "ended"]]:
+    """Until the connection says no more; the newest decision, and why."""
+    frames = Frames()
+    try:
         challenge = await_challenge(link, frames)
         link.sendall(pack({"kind": "hello", "role": "standby", "proof": proof(secret, str(challenge["nonce"]))}))
-        link.settimeout(lease_s / 3)
-        known, silent = Decision(term=int(challenge["term"])), 0
-        while True:
-            try:
-                link.sendall(pack({"kind": "alive"}))
-                data = link.recv(1 << 16)
-                silent = 0
-            except TimeoutError:
-                silent += 1
-                if silent >= 9:
-                    return known
-                continue
-            except OSError:
-                return known
-            if not data:
-                return known
-            for record in frames.feed(data):
-                if record["kind"] == "decision":
-                    known = known.after(record["decision"])
-                elif record["kind"] == "over":
-                    return None
+    except OSError:
+        return known, "silent"
+    link.settimeout(lease_s / 3)
+    known, silent = replace(known, term=max(known.term, int(challenge["term"]))), 0
+    while True:
+        try:
+            link.sendall(pack({"kind": "alive"}))
+            data = link.recv(1 << 16)
+            silent = 0
+        except TimeoutError:
+            silent += 1
+            if silent >= 9:
+                return known, "silent"
+            continue
+        except OSError:
+            return known, "ended"
+        if not data:
+            return known, "ended"
+        for record in frames.feed(data):
+            if record["kind"] == "decision":
+                known = known.after(record["decision"])
+            elif record["kind"] == "over":
+                return known, "over"
