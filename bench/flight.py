@@ -31,12 +31,12 @@ from bessemer.train.alike import parameters_hash
 SEEDS, SLOW = 4, 100
 CLEAN_WINDOWS = 100
 SMALL = {"copies": 16, "stages": 4, "tensor": 4}
-SMALL_CASES, SMALL_STEPS = 20, 280
+SMALL_CASES, SMALL_STEPS = 10, 280
 STEP_S, HASH_EVERY, ROUNDS = 0.1, 50, 30
 
 
 def rows() -> list[Row]:
-    return [*_recall_rows(), *_clean_rows(), *_kind_rows(), *_cost_rows(), *_rank_rows()]
+    return [*_cost_rows(), *_rank_rows(), *_recall_rows(), *_clean_rows(), *_kind_rows()]
 
 
 # ---- what is found
@@ -53,7 +53,7 @@ def _recall_rows() -> list[Row]:
             score = StragglerScore(fleet.placement)
             for step in range(1, steps + 1):
                 score.update(_sample(fleet, step))
-            named = {slow.index for slow in score.slow() if slow.steps == steps}
+            named = {slow.index for slow in score.slow()}
             hits, false = hits + len(named & set(ranks)), false + len(named - set(ranks))
         name = f"slow rank, +{excess:.0%} at {jitter:.0%} jitter, {steps} steps"
         note = f"modelled; {SEEDS * SLOW} ranks, {false} false"
@@ -62,22 +62,25 @@ def _recall_rows() -> list[Row]:
 
 
 def _clean_rows() -> list[Row]:
-    """Windows one after the other: of 20 steps over all of the run, of 200 steps at each end of one."""
+    """Judged every 20 steps: windows of 20 steps one after the other, those of 200 overlap."""
     found = []
     for jitter in (0.03, 0.08):
         fleet = FleetSimulator(seed=21, jitter=Jitter(rank=jitter))
         score = StragglerScore(fleet.placement)
-        alarms = [0, 0]
-        for step in range(1, 200 * CLEAN_WINDOWS + 1):
+        alarms, judged = [0, 0], [0, 0]
+        step = 0
+        while min(judged) < CLEAN_WINDOWS:
+            step += 1
             score.update(_sample(fleet, step))
             for place, window in enumerate(score.windows):
-                if step % window.steps == 0:
+                if step % 20 == 0 and step >= window.steps:
                     z_R, mean_R, least_R = score.scores(place)
                     alarms[place] += int(np.count_nonzero((z_R > window.z) & (mean_R > least_R)))
-        for window, count in zip(score.windows, alarms, strict=True):
-            number = 200 * CLEAN_WINDOWS // window.steps
+                    judged[place] += 1
+        for window, count, number in zip(score.windows, alarms, judged, strict=True):
             name = f"false alarms in {number} clean windows of {window.steps} steps, {jitter:.0%} jitter"
-            found.append(Row(name, count, "ranks", "lower", bar=0, note="modelled; 10,240 ranks"))
+            note = f"modelled; 10,240 ranks over {step} steps"
+            found.append(Row(name, count, "ranks", "lower", bar=0, note=note))
     return found
 
 

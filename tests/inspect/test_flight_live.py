@@ -11,7 +11,7 @@ from flight_runs import events_of, first_finding, watched_run
 
 from bessemer.inspect.flight_records import Finding
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 GUILTY = 2
 
 
@@ -42,7 +42,7 @@ def test_a_hang_is_named_with_its_stack_and_evicted(tmp_path: Path) -> None:
         layout={"dp": 4}, train={"steps": 34}, keep={"restarts": 1}, inspect={"flight": "evict"},
     ) as agent:  # fmt: skip
         finding = first_finding(tmp_path, agent, "hang")
-        assert agent.wait(200) == 0, (tmp_path / "agent.log").read_text()[-2000:]
+        assert agent.wait(500) == 0, (tmp_path / "agent.log").read_text()[-2000:]
     assert finding["ranks"] == [GUILTY] and finding["step"] in (30, 31)
     assert f"rank {GUILTY} did not come to all_reduce number" in finding["text"]
     assert any("hang_here" in line and "stack" in line for line in finding["evidence"]), finding["evidence"]
@@ -68,7 +68,7 @@ def test_a_flipped_group_is_put_out_and_the_run_goes_on(tmp_path: Path) -> None:
         keep={"mode": "zero-interruption", "min_replicas": 1},
     ) as agent:  # fmt: skip
         finding = first_finding(tmp_path, agent, "corruption")
-        assert agent.wait(200) == 0, (tmp_path / "agent.log").read_text()[-2000:]
+        assert agent.wait(500) == 0, (tmp_path / "agent.log").read_text()[-2000:]
     assert finding["ranks"] == [GUILTY]
     assert "majority" in finding["text"]
 
