@@ -15,8 +15,8 @@ import uvicorn
 from bessemer.inspect.watch_server import listen
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 60.0
-"""For what takes a moment on a machine that is idle."""
+PATIENCE_S = 120.0
+"""For what takes a moment on a machine that is idle, and half a minute on one that has twenty times too much to do."""
 
 
 @contextmanager
@@ -34,6 +34,14 @@ def chromium() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+@contextmanager
+def tab(browser: Any, **context: Any) -> Iterator[Any]:
+    """A page in a window of its own."""
+    with browser.new_context(viewport={"width": 1280, "height": 900}, **context) as window:
+        window.set_default_timeout(1000 * PATIENCE_S)
+        yield window.new_page()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import chromium, served, until
+from browser import chromium, served, tab, until
 from watch_builder import LiveRun, RankWriter, finished_run
 
 from bessemer.inspect.fleet_simulator import FleetSimulator, SimulatedFault
@@ -24,7 +24,7 @@ PLAN = Prediction(step_s=3e-5, low_s=2e-5, high_s=4e-5, tokens_per_s=3e7,
                   factors={"generality": 1.0, "effective_compute": 0.5, "node_efficiency": 0.8,
                            "cluster_efficiency": 1.0, "stability": 1.0, "yield": 0.4})  # fmt: skip
 
-in_browser = [pytest.mark.slow, pytest.mark.timeout(300)]
+in_browser = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def browser() -> Iterator[Any]:
 @contextmanager
 def opened(browser: Any, url: str, **context: Any) -> Iterator[Any]:
     """The page at `url`, drawn once; fails if it complains on its console or asks for something from elsewhere."""
-    with browser.new_context(viewport={"width": 1280, "height": 900}, **context) as window:
-        page, said = window.new_page(), []
+    said: list[str] = []
+    with tab(browser, **context) as page:
         page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: None if request.url.startswith((url, "data:")) else said.append(request.url))
@@ -177,7 +177,7 @@ class TestFinished:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_run_that_goes_on_is_followed(browser: Any, tmp_path: Path) -> None:
     run = LiveRun(tmp_path / "run")
     run.start()
@@ -202,7 +202,7 @@ def test_a_run_that_goes_on_is_followed(browser: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_runs_are_laid_over_each_other(browser: Any, tmp_path: Path) -> None:
     folders = [finished_run(tmp_path / name, name, ranks=count) for name, count in (("first", 4), ("second", 6))]
     with served(application([RunWatch(folder, PLAN) for folder in folders])) as url, opened(browser, url) as page:
@@ -217,7 +217,7 @@ def test_runs_are_laid_over_each_other(browser: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_report_needs_no_server(browser: Any, tmp_path: Path) -> None:
     watch = RunWatch(finished_run(tmp_path / "run"), PLAN)
     watch.look(wait=True)
@@ -231,23 +231,22 @@ def test_a_report_needs_no_server(browser: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_server_that_went_away_is_told_and_found_again(browser: Any, tmp_path: Path) -> None:
     watch = RunWatch(finished_run(tmp_path / "run"), PLAN)
-    with served(application([watch])) as url, browser.new_context() as window:
-        page = window.new_page()
+    with served(application([watch])) as url, tab(browser) as page:
         page.goto(url)
         until(page, "document.querySelectorAll('.tile').length", 6)
-        window.set_offline(True)
+        page.context.set_offline(True)
         page.evaluate("round()")
         until(page, "document.querySelector('#trouble').hidden", False)
         assert "tries again" in text(page, "#trouble")
-        window.set_offline(False)
+        page.context.set_offline(False)
         until(page, "document.querySelector('#trouble').hidden")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_ten_thousand_ranks_are_drawn(browser: Any, tmp_path: Path) -> None:
     fleet = FleetSimulator(faults=[SimulatedFault(kind="slow_rank", step=1, rank=4711, amount=0.3)], hash_every=0)
     feed = SampleFeed(fleet.placement)
