@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from rich.console import Console
 from takeoff_fleets import fleet, slower, with_host, with_rank
 
 from bessemer.api import _takeoff
+from bessemer.api._check import check as check_job
 from bessemer.core.errors import ConfigError, RequestError
-from bessemer.inspect import takeoff_local, takeoff_worker
+from bessemer.inspect import takeoff, takeoff_local, takeoff_worker
 from bessemer.inspect.takeoff import Takeoff, hosts_text, summary
 from bessemer.inspect.takeoff_local import Effort, effort_of, merged
 from bessemer.inspect.takeoff_records import Fleet, Request
 from bessemer.inspect.takeoff_rules import Floors, judge
 from bessemer.inspect.takeoff_verdict import verdict_of
 from bessemer.inspect.takeoff_worker import Site
+from bessemer.keep.launch import Launch
 from bessemer.runtime.known_answer import Burn
 
 TINY = Effort(("fp32", "bf16"), 2, 0.0, 1 << 20, 1 << 16, 0.0, 1 << 16, 64)
@@ -40,13 +43,18 @@ def _judged(of: Fleet, places: int | None = None) -> Takeoff:
 # ---- ranks that find things out
 
 
+def _leave_group() -> None:
+    """The ranks of tests come with a group, and a check makes its own. None leaves before all have come."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def check_with(rank: int, world_size: int, folder: str, fault: str, hosts: int) -> str | None:
     """One rank's whole check, tiny, with a fault in the last rank."""
     takeoff_worker.GROUP_S = 20.0
     takeoff_worker.effort_of = takeoff_local.effort_of = lambda request: TINY  # type: ignore[assignment]
     takeoff_local._SIZES["cpu"] = 64
-    if world_size > 1:
-        dist.destroy_process_group()  # the check makes its own
+    _leave_group()
     last = rank == world_size - 1
     if fault == "bit" and last:
         sound = torch.mm
@@ -73,6 +81,7 @@ def _checked(world_size: int, folder: Path, fault: str = "", hosts: int = 1) -> 
     return Fleet.model_validate_json(text)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_three_sound_hosts(tmp_path: Path) -> None:
     of = _checked(3, tmp_path, hosts=3)
@@ -113,6 +122,28 @@ def test_a_rank_that_gives_no_answer_is_named_and_nothing_waits_for_it(tmp_path:
     assert "rank 1 gave no answer: it never came" in "\n".join(summary(_judged(of)))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_rank_of_this_host_that_is_killed_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: int
+) -> None:
+    (tmp_path / "dying_worker.py").write_text(
+        "import os, signal, sys\n"
+        "from bessemer.inspect import takeoff_worker\n"
+        f"if sys.argv[-1] == '{last}':\n"
+        "    print('the last words', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGILL)\n"
+        "sys.exit(takeoff_worker.main())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(takeoff, "_WORKER", "dying_worker")
+    of = takeoff.check_this_host(Request(run_folder=str(tmp_path)), 2)
+    assert "was killed by SIGILL" in of.silent[last] and "the last words" in of.silent[last]
+    assert _judged(of).verdict.bad == (socket.gethostname(),) and _judged(of).exit_code == 4
+    assert _printed(_judged(of))
+
+
 def test_slices_of_a_format_become_one_record() -> None:
     burn = Burn("fp32", 64, 10, 100.0, 110.0, 90.0, "aa", "")
     later = dataclasses.replace(burn, rate=80.0, rate_start=85.0, rate_end=70.0)
@@ -126,6 +157,60 @@ def test_a_burn_in_takes_its_minutes() -> None:
         effort = effort_of(Request(minutes=minutes))
         assert 0.8 * 60 * minutes < effort.seconds < 60 * minutes and effort.cycles >= 2 and effort.rounds > 10_000
     assert effort_of(Request()).seconds < 5
+
+
+# ---- before training
+
+
+def train_with(rank: int, world_size: int, port: int, name: str, fault: str) -> tuple[int, float]:
+    """What `before_training` says, and then the sum of a group that meets at the same port, as training does."""
+    _leave_group()
+    takeoff_worker.effort_of = takeoff_local.effort_of = lambda request: TINY  # type: ignore[assignment]
+    takeoff_local._SIZES["cpu"] = 64
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    host = name.format(rank=rank)
+    socket.gethostname = lambda: host  # type: ignore[assignment]
+    if fault and rank == 1:
+        takeoff_local.torch_versions = lambda: {"torch": fault}  # type: ignore[assignment]
+    checked = check_job(os.devnull, ["layout.dp=2", f"data.cache={tempfile.gettempdir()}/none-{port}"])
+    assert checked.job is not None and checked.spec is not None, checked
+    launch = Launch(launcher="env", rank=rank, world_size=world_size, local_rank=0, local_world_size=1)
+    code, kept = _takeoff.before_training(checked.job, checked.spec, launch)
+    store = next(dist.rendezvous("env://", rank, world_size))[0]  # type: ignore[no-untyped-call]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert kept is not None
+    return code, float(total)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("name", "fault", "code", "checked"),
+    [("node{rank}", "1.0", 4, True), ("node", "1.0", 0, False)],
+)
+def test_several_hosts_are_checked_before_training_and_meet_again(
+    capfd: pytest.CaptureFixture[str], name: str, fault: str, code: int, checked: bool
+) -> None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    assert run_ranks(2, train_with, port, name, fault) == [(code, 2.0)] * 2
+    said = capfd.readouterr().err
+    assert said.count("take-off: 2 hosts, 2 ranks") == int(checked)
+    assert ("node1: version: torch 1.0" in said) == (code == 4)
+
+
+def test_one_host_is_not_checked_and_a_job_may_say_never() -> None:
+    checked = check_job(os.devnull, ["layout.dp=2"])
+    assert checked.job is not None and checked.spec is not None
+    one = Launch(launcher="env", rank=0, world_size=2, local_rank=0, local_world_size=2)
+    assert _takeoff.before_training(checked.job, checked.spec, one) == (0, None)
+    assert _takeoff.before_training(checked.job, checked.spec, None) == (0, None)
+    never = check_job(os.devnull, ["layout.dp=2", "run.takeoff=never"]).job
+    two = dataclasses.replace(one, local_world_size=1)
+    assert never is not None and _takeoff.before_training(never, checked.spec, two) == (0, None)
 
 
 # ---- what is printed

@@ -22,22 +22,22 @@ from bessemer.core.errors import RequestError
 from bessemer.core.units import counted, format_rate, format_seconds
 from bessemer.inspect.takeoff_records import Fleet, HostState, Request
 from bessemer.inspect.takeoff_verdict import EXIT_BAD, Verdict
-from bessemer.keep.process import Child, exit_text
+from bessemer.keep.process import Child, exit_text, usable_cores
 from bessemer.keep.wire import short_temp_dir
 
 __all__ = ["Takeoff", "check_this_host", "hosts_text", "summary"]
 
+_WORKER = "bessemer.inspect.takeoff_worker"
 START_S = 90.0
 """How long the ranks of a host may take to start on a busy computer."""
 
 
 @dataclass(frozen=True)
 class Takeoff:
-    """A check and its verdict. `quiet`: only a line where all is good, as before training."""
+    """A check and its verdict."""
 
     fleet: Fleet
     verdict: Verdict
-    quiet: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -48,11 +48,9 @@ class Takeoff:
         return {"verdict": self.verdict.as_json(), **self.fleet.model_dump(mode="json")}
 
     def __rich__(self) -> Any:
-        from rich.text import Text
-
         from bessemer.inspect.takeoff_table import takeoff_table
 
-        return Text("\n".join(summary(self))) if self.quiet and self.verdict.ok else takeoff_table(self)
+        return takeoff_table(self)
 
 
 def summary(takeoff: Takeoff) -> list[str]:
@@ -81,9 +79,11 @@ def check_this_host(request: Request, ranks: int) -> Fleet:
     with tempfile.TemporaryDirectory(prefix="takeoff-", dir=short_temp_dir()) as name:
         folder = Path(name)
         (folder / "request.json").write_text(request.model_dump_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "bessemer.inspect.takeoff_worker", name, "--ranks", str(ranks)]
+        command = [sys.executable, "-m", _WORKER, name, "--ranks", str(ranks)]
+        # as the agent sets them for training, where the user doesn't
+        usual = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)), "GLOO_SOCKET_IFNAME": "lo"}
         children = {
-            rank: Child([*command, "--rank", str(rank)], dict(os.environ), folder / f"log-{rank}")
+            rank: Child([*command, "--rank", str(rank)], {**usual, **os.environ}, folder / f"log-{rank}")
             for rank in range(ranks)
         }
         try:
