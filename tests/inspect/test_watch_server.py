@@ -91,6 +91,11 @@ def test_a_page_of_another_site_reads_nothing(tmp_path: Path) -> None:
     assert client.get("/poll?run=0").status_code == 400
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1:8711", "localhost", "[::1]:8711"])
+def test_this_computer_may_be_called_by_each_of_its_names(tmp_path: Path, host: str) -> None:
+    assert client_of(finished_run(tmp_path / "run"), base_url=f"http://{host}").get("/runs").status_code == 200
+
+
 def test_a_secret_is_asked_for(tmp_path: Path) -> None:
     client = client_of(finished_run(tmp_path / "run"), secret="correct horse battery")
     refused = client.get("/metrics")

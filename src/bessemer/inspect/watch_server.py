@@ -38,7 +38,8 @@ from bessemer.inspect.watch_run import RunWatch, Seen
 __all__ = ["LOOPBACK", "MAGIC", "application", "listen", "serve"]
 
 MAGIC = b"BWF1"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+"""This computer, as an address to listen on and as browsers name it."""
 _HEADERS = {"Content-Security-Policy": CSP, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-store"}  # fmt: skip
 

@@ -43,7 +43,7 @@ function lastOf(run, name) {
 function showTiles(run) {
   const { run: head, predicted, ledger, keep, ranks } = run.told;
   const speed = lastOf(run, "tokens_per_s"), saved = keep.saved[0], left = (head.steps - head.step) * (usualStep(run) ?? NaN);
-  const counts = ranks?.counts ?? {}, trouble = (counts.lost ?? 0) + (counts.stalled ?? 0) + (counts.waiting ?? 0);
+  const counts = ranks?.counts ?? {}, held = (counts.stalled ?? 0) + (counts.waiting ?? 0);
   const live = head.state === "running" || head.state === "quiet";
   const rows = [
     ["step", `${whole(head.step)}`, `of ${whole(head.steps)}` + (live && known(left) ? `, ${seconds(left)} left` : "")],
@@ -51,7 +51,7 @@ function showTiles(run) {
     ["speed, tokens/s", prefixed(speed, ""), known(predicted.tokens_per_s) ? `${difference(speed, predicted.tokens_per_s)} from plan` : "no plan"],
     ["factory yield", percent(ledger.yield), known(predicted.factors.yield) ? `plan ${percent(predicted.factors.yield)} without stability` : "useful over possible work"],
     ["newest checkpoint", saved ? `step ${whole(saved.step)}` : "none", saved ? `${plural(head.step - saved.step, "step")} not saved` : `every ${whole(keep.every)} steps`],
-    ["ranks", ranks ? whole(ranks.count) : whole(head.world), rankWords(counts), trouble && live ? "bad" : counts.slow ? "warn" : ""],
+    ["ranks", ranks ? whole(ranks.count) : whole(head.world), rankWords(counts), held && live ? "bad" : counts.slow || (counts.lost && live) ? "warn" : ""],
   ];
   const tiles = byId("tiles");
   while (tiles.children.length < rows.length) tiles.append(make("div", { class: "tile" }, make("span"), make("b"), make("small")));
