@@ -20,7 +20,7 @@ from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
 from bessemer.keep.links import SECRET
 
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 
 
 def host_job(base: Path, name: str, *, steps: int, dp: int = 4, **keep: Any) -> Job:
@@ -126,6 +126,8 @@ class HostRun:
     def start(self, *numbers: int) -> None:
         names = self.places.names
         for number in numbers or range(len(names)):
+            if number in self.agents:
+                self.agents[number].wait()
             ours = {"RANK": str(number), "WORLD_SIZE": str(len(names)), "BESSEMER_HOSTS": ",".join(names),
                     "MASTER_PORT": str(self.places.port), SECRET: "a secret of the tests"}  # fmt: skip
             log = self._logs[number] = self._file.with_suffix(f".{number}.log")

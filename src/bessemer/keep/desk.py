@@ -84,7 +84,10 @@ class Desk:
             self.send(peer, told)
 
     def gone(self, peer: Peer) -> None:
-        self.hosts.pop(peer, None)
+        host = self.hosts.pop(peer, None)
+        if host is not None and host.number in self._asked:
+            self._asked.remove(host.number)  # it may not have heard
+            self._ask_at = 0.0
         if peer is self._writer:
             self._writer = None
             self._started = time.monotonic()

@@ -153,7 +153,7 @@ class HostAgent(ElasticAgent):
             self.coordinators.stand_by(record["of"])
         elif kind == "stop" and not self.reception.stopping:
             super()._stop("")
-        elif kind == "give_up" and not self._failing:
+        elif kind == "give_up" and not self._failing and not self.reception.stopping:
             self._give_up(record["why"])
         elif kind == "lose" and (group := self._groups.get(int(record["group"]))) is not None and not group.lost:
             state = next((s for s in group.states if s.phase != "summing"), group.states[0])
