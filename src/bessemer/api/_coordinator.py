@@ -31,8 +31,9 @@ def coordinator(
 ) -> Served:
     """Run the coordinator of a job alone, in the foreground, for ranks that others start.
 
-    Needed only where the ranks of one run have several agents: `bessemer train` starts its own. The secret that ranks
-    and agents must know comes from BESSEMER_SECRET or a file. Ends when the run has finished.
+    Needed only where something else than `bessemer train` starts the ranks: its agents, also those of several hosts,
+    have coordinators of their own. The secret that ranks and agents must know comes from BESSEMER_SECRET or a file.
+    Ends when the run has finished.
 
     job_path: The job file (TOML).
     sets: Override a field: --set train.steps=50. May be repeated.
