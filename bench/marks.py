@@ -4,7 +4,8 @@
 
 The work that the marks add is run alone and held against a step of 100 ms, since on this machine a step's own time
 moves by more than that. torch's operations are replaced by ones that do nothing, and their own cost is taken off.
-Figures are medians over rounds; the note has the fastest round.
+Figures are medians over rounds; the note has the fastest round. Nobody subscribes to the marks
+(`runtime/tracing.py`) but in the two rows that say so.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bessemer.comm import collectives
 from bessemer.runtime.blackbox import read_blackbox
 from bessemer.runtime.phases import Phases
 from bessemer.runtime.recorder import Recorder
+from bessemer.runtime.tracing import Recording, subscribe
 
 STEP_S = 0.1
 PHASES, PLACES, OPERATIONS = 200, 32, 50  # of a step: each phase is two marks
@@ -40,6 +42,10 @@ def rows() -> list[Row]:
         plain = _cost(lambda: _marks(phases))
         phases.attach(recorder)
         boxed = _cost(lambda: _marks(phases))
+        with Recording(lambda buffer: None, ("phase",)):
+            recorded = _cost(lambda: _marks(phases))
+        with subscribe(lambda point, activity: None, ("phase",)):
+            called = _cost(lambda: _marks(phases))
         operations = _operation_rows(recorder)
         read_s, _ = _cost(lambda: read_blackbox(recorder.path), rounds=5)
         dist.destroy_process_group()
@@ -57,6 +63,16 @@ def rows() -> list[Row]:
         ),
         Row("a mark", 1e6 * median_s / marks, "us", "lower", note=f"{1e6 * best_s / marks:.2f}"),
         Row("a mark without a black box", 1e6 * plain[0] / marks, "us", "lower", note=f"{1e6 * plain[1] / marks:.2f}"),
+        Row(
+            "a mark with a callback that does nothing",
+            1e6 * called[0] / marks,
+            "us",
+            "lower",
+            note=f"{1e6 * called[1] / marks:.2f}",
+        ),
+        Row(
+            "a mark with a recording", 1e6 * recorded[0] / marks, "us", "lower", note=f"{1e6 * recorded[1] / marks:.2f}"
+        ),
         *operations,
         Row("reading a black box", 1e3 * read_s, "ms", "lower", note="every slot in use"),
     ]

@@ -18,7 +18,7 @@ from bessemer.runtime.phases import Phases
 from bessemer.runtime.recorder import Recorder
 from bessemer.runtime.tracing import Activity, Recording, launches, subscribe
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(300)  # on a machine whose cores others use too
 
 
 def test_phases_are_told_with_their_place(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def told_of(rank: int, world: int, folder: str) -> list[Any]:
 
 
 def test_collectives_are_told_and_still_recorded(tmp_path: Path) -> None:
-    for heard, orders in run_ranks(2, told_of, str(tmp_path)):
+    for heard, orders in run_ranks(2, told_of, str(tmp_path), timeout_s=240):
         begin, end = ("begin", "all_reduce", 32), ("end", "all_reduce", 32)
         assert heard == [begin, end, begin, "between", end, "begin", "end"]
         assert orders == [1, 2, 3, 4], "the black box numbers them as if nobody had listened"

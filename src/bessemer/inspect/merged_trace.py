@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from bessemer.core.errors import RequestError
+from bessemer.core.units import counted
 from bessemer.runtime.blackbox import Blackbox, Operation, read_blackboxes
 
 __all__ = ["Clocks", "MergedTrace", "merge_traces"]
@@ -76,8 +77,8 @@ class MergedTrace:
     def __str__(self) -> str:
         moved = {host: s for host, s in self.clocks.moved_s.items() if s}
         lines = [
-            f"{self.path}: {self.events:,} events of {len(self.ranks)} ranks on {len(self.clocks.ahead_s)} hosts, "
-            f"{len(self.profiles)} profiled steps among them",
+            f"{self.path}: {counted(self.events, 'event')} of {counted(len(self.ranks), 'rank')} on "
+            f"{counted(len(self.clocks.ahead_s), 'host')}, {counted(len(self.profiles), 'profiled step')} among them",
             *(
                 f"  {host} moved by {1e3 * s:+.3f} ms: its wall clock let an effect precede its cause"
                 for host, s in moved.items()
@@ -261,4 +262,8 @@ def _profile(path: Path, boxes: dict[int, Blackbox], clocks: Clocks) -> Events:
         else:
             moved["ts"] = event["ts"] + shift_us
         events.append(moved)
+    named = {e["tid"] for e in events if e["ph"] == "M"}
+    for (_, thread), tid in tids.items():
+        if tid not in named:  # those that the profiler makes up for itself
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": str(thread)}})
     return events

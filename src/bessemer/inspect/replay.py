@@ -169,8 +169,9 @@ def _pass(parts: Assembly, step: int, batch: Batch) -> tuple[str, Call | None]:
             try:
                 passes.again([batch])
             except Exception as error:
-                text = str(error).splitlines()
-                return f"{type(error).__name__}: {text[0] if text else ''} in {watch.current} of {watch.place}", None
+                text = next(iter(str(error).splitlines()), "")
+                where = f"{watch.current} of {watch.place or 'the model'}"
+                return f"{type(error).__name__}: {text} in {where}", None
         if watch.culprit is not None:
             return "", watch.culprit
     return "", None

@@ -42,8 +42,9 @@ _NEXT = {
     "operator": "look at the operator and the element that caused it: the weights, train.lr, or the samples",
     "weight": "{parameter} makes it bad: look at how it grew (checkpoints, gradient norms), at train.lr and clip",
     "any tokens": "it comes with any tokens: look at the weights and the code of that part, and at train.lr",
-    "these tokens": "it comes only with these tokens: look at the samples {samples}; weights near overflow need "
-    "such a sample too",
+    "these tokens": "it comes only with these tokens: look at the samples {samples} (a weight near overflow needs "
+    "such a sample too)",
+    "raised by tokens": "it is raised only with these tokens: look at the samples {samples}",
     "kernel": "the kernel failed on the device and the pass is good on a CPU: run the step on another device; if it"
     " fails there too it is the kernel",
     "outside": "the passes of the micro-batch raise nothing here: read the stack; what failed lies outside of them "
@@ -76,7 +77,9 @@ def _judged(
             return "code", sure, "weight"
         if blank is None:
             return "data or code", sure, "operator"
-        return ("code", sure - 0.1, "any tokens") if blank.again else ("data", sure - 0.2, "these tokens")
+        if blank.again:
+            return "code", sure - 0.1, "any tokens"
+        return "data", sure - 0.2, "these tokens" if record["kind"] == "non-finite" else "raised by tokens"
     if record["kind"] != "non-finite":
         return ("hardware", 0.5, "kernel") if record["kind"] == "kernel" else ("unknown", 0.3, "outside")
     if any(run.note for run in here):

@@ -119,7 +119,6 @@ class Passes:
             self._parallel.before_backward(last=first + each == count)
             if self._pipeline is None:
                 self.phases.at(micro_batch=first)
-                self.running = first, unit[0]
                 self._straight(mine, unit[0])
             else:
                 _Unit(self, mine, unit, first + each == count).run(self._pipeline)
@@ -131,6 +130,7 @@ class Passes:
         return mine
 
     def _straight(self, mine: Contribution, batch: Batch) -> None:
+        self.running = max(0, len(mine.batches) - 1), batch
         with self.phases("forward_s"), self.window:
             self.key_draws(batch)
             loss_sum, weight_sum = self.module(**batch)
