@@ -32,7 +32,7 @@ from bessemer.inspect.watch_run import RunWatch
 from bessemer.inspect.watch_server import application, listen, serve
 
 FIRST, SECONDS = 30, 40  # steps that are there at the start, seconds that are measured
-BAR = 0.3
+BAR = 0.3  # of a core, at a frame a second
 CHROMIUM = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
 
 
@@ -89,23 +89,24 @@ def _page_rows(folder: Path, browser: str) -> list[Row]:
                 "() => { page.shown = []; const t = Run.prototype.take; "
                 "Run.prototype.take = function (a, b) { page.shown.push(a.ranks.step); t.call(this, a, b); } }"
             )
+            page.evaluate("document.querySelector('#ranks').scrollIntoView()")  # what can't be seen isn't painted
             page.wait_for_timeout(3000)
             before, begin = _cpu_s(server.pid), time.monotonic()
-            shown = page.evaluate("page.shown.length")
+            shown = page.evaluate("new Set(page.shown).size")
             page.wait_for_timeout(1000 * SECONDS)
             after, took = _cpu_s(server.pid), time.monotonic() - begin
-            shown = page.evaluate("page.shown.length") - shown
+            shown = page.evaluate("new Set(page.shown).size") - shown
             chromium.close()
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait()
-    used = {kind: (after[kind] - before[kind]) / took for kind in before}
+    used = {kind: 1e3 * (after[kind] - before[kind]) / max(1, shown) for kind in before}  # CPU ms a frame
     return [
         Row("page of 10,240 ranks: frames drawn", shown / took, "a second", "higher", 0.9, f"in {took:.0f} s"),
-        Row("page of 10,240 ranks: renderer and server", used["renderer"] + used["server"], "cores", "lower", BAR,
-            f"renderer {used['renderer']:.3f}, server {used['server']:.3f}"),
-        Row("page of 10,240 ranks: all of Chromium and the server", sum(used.values()), "cores", "lower", None,
-            f"painting without a GPU {used['gpu-process']:.3f}, browser {used['browser']:.3f}"),
+        Row("page of 10,240 ranks: renderer and server, a frame", used["renderer"] + used["server"], "CPU ms", "lower",
+            1e3 * BAR, f"renderer {used['renderer']:.1f}, server {used['server']:.1f}; one a second"),
+        Row("page of 10,240 ranks: all of Chromium and the server, a frame", sum(used.values()), "CPU ms", "lower",
+            None, f"painting without a GPU {used['gpu-process']:.1f}, browser {used['browser']:.1f}"),
     ]  # fmt: skip
 
 
