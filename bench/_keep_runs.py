@@ -55,11 +55,19 @@ def job_of(folder: Path, name: str, batch: int = GLOBAL_BATCH, **keep: Any) -> J
     )
 
 
+class _Plain(Standing):
+    """Of a run without groups: how far it is."""
+
+    def refresh(self) -> None:
+        self.step = self._last_step()
+
+
 class Run:
     """`bessemer train` of a job from `with` on; killed behind it, with all that it started."""
 
     def __init__(self, job: Job, environment: Mapping[str, str] | None = None) -> None:
-        self.job, self.standing = job, Standing(job.run.folder)
+        self.job = job
+        self.standing = (Standing if job.keep.mode == "zero-interruption" else _Plain)(job.run.folder)
         self._environment = {**os.environ, **(environment or {})}
         self._file = Path(job.run.dir) / f"{job.run.name}.toml"
         self._log = self._file.with_suffix(".log")

@@ -11,6 +11,8 @@ modelled. Twelve minutes on two cores, three with --quick, which throws fewer fa
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -43,9 +45,7 @@ def measure(folder: Path, parts: Sequence[str], *, quick: bool) -> list[Row]:
     own: list[Restart] = []
     if "faults" in parts:
         _say("faults")
-        costs = _keep_faults.measure(
-            folder, {"kill": 3 if quick else 20, "stop": 1 if quick else 20, "hang": 1 if quick else 2}
-        )
+        costs = _keep_faults.measure(folder, QUICK_FAULTS if quick else FAULTS)
         found += _keep_faults.rows(costs)
     if "restarts" in parts:
         _say("restarts")
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer faults and steps: three minutes")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts alone")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what was started is ended on the way out
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a socket's path must be short
         rows = measure(Path(folder), given.only, quick=given.quick)
     show(rows, json=given.json)
