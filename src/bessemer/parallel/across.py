@@ -72,16 +72,11 @@ class _Gloo:
         return True
 
     def drop(self, *, hangs: bool) -> None:
-        group, self._group = self._group, None
+        groups, self._group = [self._group], None
         if hangs:
-            _GRAVEYARD.append(group)
-        else:  # what is pending besides fails too, but may take its time
-            threading.Thread(target=_destroy, args=([group],), name="bessemer-drop", daemon=True).start()
-            del group
-
-
-def _destroy(groups: list[object]) -> None:
-    groups.clear()
+            _GRAVEYARD.append(groups)
+        else:  # what is pending besides fails too, but may take its whole timeout
+            threading.Thread(target=groups.clear, name="bessemer-drop", daemon=True).start()
 
 
 def connect_gloo(store: Any, rank: int, size: int, timeout_s: float, address: str = "127.0.0.1") -> Link:
