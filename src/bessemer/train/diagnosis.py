@@ -19,6 +19,7 @@ from bessemer import ops
 from bessemer.core.errors import NonFinite
 from bessemer.core.job import Job
 from bessemer.core.model import ModelSpec
+from bessemer.keep.slices import Slice
 from bessemer.models.canonical import held, local, shapes
 from bessemer.models.parts import Projection
 from bessemer.parallel.data import DataParallel
@@ -26,8 +27,9 @@ from bessemer.parallel.mesh import Mesh
 from bessemer.runtime.first_bad import Call, FirstBad
 from bessemer.train.dumps import Fault
 from bessemer.train.passes import Batch, Contribution, Passes
+from bessemer.train.state import FALL_BACK_PREFIX, HISTORY_PREFIX
 
-__all__ = ["stop_non_finite"]
+__all__ = ["refuse_non_finite_state", "stop_non_finite"]
 
 _LATEST = 1 << 40
 """Above any number of submodules that a forward pass runs."""
@@ -89,6 +91,23 @@ def _elect(mesh: Mesh, score: int) -> tuple[int, int]:
     ranks[mesh.rank] = score
     found = mesh.sum_over_world(ranks).tolist()
     return found.index(max(found)), -(-max(found) // _LATEST)
+
+
+def refuse_non_finite_state(mesh: Mesh, slices: Iterable[Slice], step: int) -> None:
+    """Raise `NonFinite` on every rank if a slice of parameters or moments, as they stand after `step` steps, isn't
+    finite on any: a checkpoint of it could be the one for which a sound one goes."""
+    bad = _first_bad((s.name, s.tensor) for s in slices if not s.name.startswith((HISTORY_PREFIX, FALL_BACK_PREFIX)))
+    ranks = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
+    ranks[mesh.rank] = int(bad is not None)
+    found = mesh.sum_over_world(ranks).tolist()
+    if any(found):
+        guilty = found.index(1)
+        raise NonFinite(
+            f"{mesh.broadcast_text(bad or '', guilty)} is not finite after step {step}, which is not saved",
+            fix="the same command goes on from an earlier step; if it comes again at another step, test this host",
+            rank=guilty,
+            step=step,
+        )
 
 
 def _diagnose(parallel: DataParallel, passes: Passes, mine: Contribution) -> _Finding:

@@ -23,6 +23,7 @@ from bessemer.runtime.step_profiler import StepProfiler
 from bessemer.runtime.tracing import launches
 from bessemer.train.alike import hashes_of_copies
 from bessemer.train.assembly import Assembly
+from bessemer.train.diagnosis import refuse_non_finite_state
 from bessemer.train.evaluate import Evaluation, evaluate, to_tensors
 from bessemer.train.restore import Origin, checkpoint_meta, restore
 from bessemer.train.state import owned_slices
@@ -271,7 +272,9 @@ class Loop:
             return
         self.reporter.phase(step, "saving")
         with self.parts.step.passes.phases("checkpoint_s"):
-            stall_s = self.saver.save(step, self._owned(), self._meta(step))
+            owned = self._owned()
+            refuse_non_finite_state(self.parts.mesh, owned, step)
+            stall_s = self.saver.save(step, owned, self._meta(step))
         self._event("save", step=step, stall_s=stall_s)
 
     def _hold(self, step: int) -> None:

@@ -126,7 +126,9 @@ class Step:
     def _sums(self, mine: Contribution, stop: bool) -> tuple[float, float, bool, torch.Tensor | None]:
         """Over all ranks: loss, weight, whether anybody asks to stop, and how often each expert was chosen. The amaxes
         of `mine`, and what it watched, become those of all ranks."""
-        own = [float(mine.loss_sum), float(mine.weight_sum)] if self.mesh.counts_loss else [0.0, 0.0]
+        own = [float(mine.loss_sum), float(mine.weight_sum)]
+        if not self.mesh.counts_loss:
+            own = [0.0 if math.isfinite(own[0]) else own[0], 0.0]  # a gradient that is bad here alone is told by NaN
         sums = torch.tensor([*own, float(stop)], dtype=torch.float64, device=self.mesh.device)
         layers, moe = len(moe_layers(self._spec)), self._spec.moe
         load: torch.Tensor | None = None
