@@ -61,12 +61,43 @@ def test_a_line_that_fits_only_in_part_is_taken_back(tmp_path: Path, monkeypatch
     writer.write({"step": 1})
     real = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:5]))
-    with pytest.raises(OSError, match="no space left") as caught:
-        writer.write({"step": 2})
+    writer.write({"step": 2})
+    assert writer.waiting == 1 and path.read_text() == '{"step":1}\n'
+    monkeypatch.setattr(os, "write", full)
+    writer.write({"step": 3})
+    writer.sync()
+    assert writer.waiting == 2
     monkeypatch.undo()
-    assert caught.value.errno == errno.ENOSPC
-    assert path.read_text() == '{"step":1}\n'
+    writer.write({"step": 4})
+    assert writer.waiting == 0
     writer.close()
+    assert [record["step"] for record in read_records(path)] == [1, 2, 3, 4]
+
+
+def test_lines_that_find_no_room_to_the_end_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RecordWriter(tmp_path / "f.jsonl")
+    monkeypatch.setattr(os, "write", full)
+    writer.write({"step": 1})
+    with pytest.raises(OSError, match="no space left for 1 line") as caught:
+        writer.close()
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_another_error_of_a_write_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RecordWriter(tmp_path / "f.jsonl")
+
+    def broken(handle: int, data: bytes) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "write", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        writer.write({"step": 1})
+    monkeypatch.undo()
+    writer.close()
+
+
+def full(handle: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

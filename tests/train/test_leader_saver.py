@@ -16,7 +16,8 @@ class _Client:
     def __init__(self) -> None:
         self.saved: list[int] = []
         self.closed = False
-        self.error = ""
+        self.error = ""  # from now on
+        self.errors: list[str] = []  # each once
 
     def reserve(self, slices: Any, meta: Any) -> None: ...
 
@@ -29,12 +30,15 @@ class _Client:
         self._check()
         return [{"step": step} for step in self.saved]
 
+    def wait(self) -> list[dict[str, Any]]:
+        return self.poll()
+
     def close(self) -> None:
         self.closed = True
 
     def _check(self) -> None:
-        if self.error:
-            raise CheckpointError("gone", code=self.error)
+        if self.error or self.errors:
+            raise CheckpointError("gone", code=self.error or self.errors.pop())
 
 
 def _saver() -> tuple[LeaderSaver, list[_Client]]:
@@ -74,9 +78,30 @@ def test_after_the_death_of_a_vault_the_next_save_goes_to_another() -> None:
     assert [client.saved for client in made] == [[4], [8], [12]]
 
 
+@pytest.mark.parametrize("code", ["disk-full", "checkpoint-write"])
+def test_a_save_that_the_disk_refuses_is_told_and_the_next_one_tried(code: str) -> None:
+    saver, made = _saver()
+    told: list[str] = []
+    saver.tell = lambda error: told.append(error.code)
+    saver.save(4, [], {})
+    made[0].errors = [code]
+    assert saver.poll() == [] and told == [code]
+    made[0].errors = [code]
+    saver.save(8, [], {})
+    assert told == [code, code] and made[0].saved == [4, 8] and not made[0].closed
+
+
+def test_the_last_save_has_to_succeed() -> None:
+    saver, made = _saver()
+    saver.save(4, [], {})
+    made[0].errors = ["disk-full"]
+    with pytest.raises(CheckpointError, match="gone"):
+        saver.wait()
+
+
 def test_other_errors_of_a_save_stop_the_run() -> None:
     saver, made = _saver()
     saver.save(4, [], {})
-    made[0].error = "disk-full"
+    made[0].error = "checkpoint-coverage"
     with pytest.raises(CheckpointError, match="gone"):
         saver.poll()

@@ -136,6 +136,12 @@ class Coordinators:
             if post.child is not None:
                 post.child.kill_session()
 
+    def reap(self) -> None:
+        """After `kill`, once the hub doesn't watch them any more."""
+        for post in self.posts:
+            if post.child is not None:
+                post.child.wait(5.0)
+
     def _start(self, post: Post, *how: str) -> None:
         command = [sys.executable, "-m", "bessemer.keep.coordinate", "--address", post.address]
         command += ["--job", str(self._folder / "job.toml"), "--log", str(self._folder / "decisions.jsonl")]

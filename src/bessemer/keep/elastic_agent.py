@@ -290,6 +290,9 @@ class ElasticAgent(Agent):
         orderly = state.exit_code in (0, 3) and (self._finished or self.reception.stopping or state.said is not None)
         if group.lost or orderly or state.told_to_end:
             return
+        if self._finished and state.report is not None and group.name == min(self._active, default=-1):
+            state.failed_at = time.monotonic()  # it had to save the last step, which nobody else does
+            return
         code = state.exit_code or 0
         self._lose(group, f"rank {state.rank} " + (f"exited with code {code}" if code >= 0 else
                    f"was killed by {signal.Signals(-code).name}"), state)  # fmt: skip
@@ -340,7 +343,7 @@ class ElasticAgent(Agent):
         self.vault.reap()
         text = f"{self.vault.lost_text(ranks_run=True)}; another is started, and saves from the next save on"
         self.journal.event("warning", message=text, rank=None)
-        self.vault.start_again(self._hub)
+        self.vault.start_again(self._hub, self._give_sign)
 
     def _dismiss_spares(self) -> None:
         for group in self._groups.values():
@@ -389,4 +392,5 @@ class ElasticAgent(Agent):
         self.coordinators.kill()
         self._forget_where()
         super()._clear()
+        self.coordinators.reap()
         self._starter.close()

@@ -23,7 +23,8 @@ class Journal:
 
     `step` is the last committed step. `saved` is step and path of what a next start goes on from: until something is
     loaded, the newest checkpoint of the folder; then what was loaded, since a newer one was refused; then what was
-    saved. When a line can't be written (`broken` says why), nothing more is: a file with a hole would lie.
+    saved. On a full disk lines wait until there is room. When one can't be written for another reason (`broken` says
+    why), nothing more is: a file with a hole would lie.
     """
 
     def __init__(self, folder: RunFolder, printer: Printer) -> None:
@@ -32,6 +33,7 @@ class Journal:
         self.saved = folder.newest_saved()
         self.end = ""
         self.broken = ""
+        self._waits = False
         self.loaded = False
         self._before = folder.manifests()
         self._board: BoardWriter | None = None
@@ -116,6 +118,12 @@ class Journal:
             self._files[of].write(record)
         except OSError as error:
             self._note_broken(error)
+        if self._waits != any(writer.waiting for writer in self._files.values()):
+            self._waits = not self._waits
+            say = (
+                "no space is left for the records: they wait in memory" if self._waits else "there is room for records"
+            )
+            self.printer.line("warning", f"{self.folder.path}: {say}", "red")
 
     def _sync(self) -> None:
         try:

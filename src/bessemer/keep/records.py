@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,33 +20,70 @@ from bessemer.core.errors import CheckpointError, DataError
 __all__ = ["RecordWriter", "cut_records", "read_records", "write_atomically"]
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MOST_WAITING = 100_000
+"""Lines that wait for room, of some hundred bytes each."""
+
+
 class RecordWriter:
     """Appends records to a .jsonl file. Each line is in the page cache when `write` returns; `sync` makes it durable.
 
-    A process that is killed therefore loses no line, and a machine that dies none from before the last `sync`.
+    A process that is killed therefore loses no line, and a machine that dies none from before the last `sync`. While
+    the disk is full, lines wait in memory, in order; each later `write` tries to get rid of them.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting: deque[bytes] = deque()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._file, _whole_bytes(path))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One line. NaN and infinity, which JSON lacks, are written as null."""
-        line = (json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
-        written = os.write(self._file, line)
-        if written != len(line):  # a full disk takes a part: take it back, so that the file stays whole
-            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(errno.ENOSPC, f"no space left for a line of {self.path}")
+        """One line. NaN and infinity, which JSON lacks, are written as null. OSError where it can't be written for
+        another reason than a full disk, or too many lines wait."""
+        line = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n"
+        self._waiting.append(line.encode())
+        self._catch_up()
+        if len(self._waiting) > _MOST_WAITING:
+            raise self._full()
+
+    @property
+    def waiting(self) -> int:
+        """How many lines the disk has no room for."""
+        return len(self._waiting)
 
     def sync(self) -> None:
+        self._catch_up()
         os.fsync(self._file)
 
     def close(self) -> None:
+        """OSError where lines are left for which there is no room."""
         if self._file >= 0:
-            os.fsync(self._file)
-            os.close(self._file)
-            self._file = -1
+            try:
+                self.sync()
+            finally:
+                os.close(self._file)
+                self._file = -1
+            if self._waiting:
+                raise self._full()
+
+    def _catch_up(self) -> None:
+        """Write what waits, as far as there is room."""
+        while self._waiting:
+            line = self._waiting[0]
+            try:
+                written = os.write(self._file, line)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                return
+            if written != len(line):  # a full disk takes a part: take it back, so that the file stays whole
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                return
+            self._waiting.popleft()
+
+    def _full(self) -> OSError:
+        return OSError(errno.ENOSPC, f"no space left for {len(self._waiting)} lines of {self.path}")
 
     def __enter__(self) -> RecordWriter:
         return self
@@ -102,7 +140,7 @@ def write_atomically(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         aside.replace(path)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _FULL:
             raise
         raise CheckpointError(
             f"no space left for {path} ({error.strerror})",

@@ -8,17 +8,16 @@ waited for, and not counted. Without a majority it waits on: a minority never co
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from bessemer.keep.links import await_challenge, connect, proof
 from bessemer.keep.membership import Membership, Report
-from bessemer.keep.records import read_records
+from bessemer.keep.records import RecordWriter, read_records
 from bessemer.keep.wire import Frames, pack
 
 __all__ = ["Decision", "DecisionLog", "Takeover", "stand_by"]
@@ -59,21 +58,24 @@ class Decision:
 
 class DecisionLog:
     """Decisions one a line. A new epoch is on the disk before anybody hears of it; a commit is with the kernel, which
-    is enough where the coordinator alone dies."""
+    is enough where the coordinator alone dies. On a full disk they wait in memory: the members and a standby know
+    them too."""
 
     def __init__(self, path: Path, *, anew: bool) -> None:
         """`anew`: what an earlier attempt has left is of no account."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb" if anew else "ab")
+        if anew:
+            path.unlink(missing_ok=True)
+        self._writer = RecordWriter(path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+        self._writer.write(record)
         if "epoch" in record:
-            os.fsync(self._file.fileno())
+            self._writer.sync()
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # no room for the last ones, which the members and a standby know
+            self._writer.close()
 
     @staticmethod
     def read(path: Path) -> Decision:

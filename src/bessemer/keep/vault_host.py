@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bessemer.core.errors import PeerLost
@@ -42,9 +42,9 @@ class VaultHost:
         """What a rank needs to find the vault."""
         return {} if self._command is None else {"BESSEMER_VAULT": str(self.socket)}
 
-    def start(self, hub: Hub) -> None:
+    def start(self, hub: Hub, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Starts the vault, the first or one in the place of one that died, and waits until its socket is there, so
-        that no rank looks for it in vain."""
+        that no rank looks for it in vain. `meanwhile` is called again and again: a busy machine may take seconds."""
         if self._command is None:
             return
         self.socket.unlink(missing_ok=True)  # of one that was killed
@@ -61,14 +61,15 @@ class VaultHost:
                 how = f"opened no socket within {START_S:g} s" if code is None else exit_text(code)
                 tail = "".join(f"\n    | {line}" for line in self.child.tail())
                 raise PeerLost(f"the vault {how}\n  log: {self.log}{tail}", code="vault-lost")
-            time.sleep(0.01)
+            meanwhile()
+            time.sleep(0.02)
         hub.watch(self.child.pidfd, self)
 
-    def start_again(self, hub: Hub) -> None:
+    def start_again(self, hub: Hub, meanwhile: Callable[[], None]) -> None:
         """After it has died: another one, with nothing of what the first held."""
         self.exit_code = None
         self.socket.unlink(missing_ok=True)
-        self.start(hub)
+        self.start(hub, meanwhile)
 
     def finish(self) -> None:
         """Tells it that nobody will save any more."""

@@ -45,14 +45,20 @@ ACROSS_TIMEOUT_S = 60.0
 """Of a sum across groups. It is given up long before, when the coordinator knows who is lost."""
 
 
+_OF_THE_DISK = ("disk-full", "checkpoint-write")
+
+
 class LeaderSaver:
     """The vault, of which only the group that leads is a client, from its first save on and for as long as it leads.
-    When the vault dies the agent starts another; what the dead one had not written is saved with the next save."""
+    When the vault dies the agent starts another; what the dead one had not written is saved with the next save. Nor is
+    a save that fails for the disk's sake a reason to end: the groups hold the state, and the next save may find room.
+    `tell` hears of it. Only the last one, which `wait` waits for, has to succeed."""
 
     def __init__(self, connect: Callable[[], VaultClient]) -> None:
         self._connect = connect
         self._client: VaultClient | None = None
         self.leads: Callable[[], bool] = lambda: True
+        self.tell: Callable[[CheckpointError], None] = lambda error: None
 
     def reserve(self, slices: list[Slice], meta: dict[str, Any]) -> None:
         """Memory is reserved with the first save."""
@@ -71,18 +77,18 @@ class LeaderSaver:
         try:
             return self._client.poll()
         except CheckpointError as error:
-            self._leave_lost(error)
+            self._go_on_from(error)
             return []
 
     def wait(self) -> list[dict[str, Any]]:
         return [] if self._client is None else self._client.wait()
 
     def _with_client(self, slices: list[Slice], meta: dict[str, Any], work: Callable[[VaultClient], float]) -> float:
-        """Once more with a new vault, if the one that was there has died."""
+        """Once more, with a new vault if the one that was there has died: the error is of what went before."""
         try:
             return work(self._connected(slices, meta))
         except CheckpointError as error:
-            self._leave_lost(error)
+            self._go_on_from(error)
             return work(self._connected(slices, meta))
 
     def _connected(self, slices: list[Slice], meta: dict[str, Any]) -> VaultClient:
@@ -91,10 +97,13 @@ class LeaderSaver:
             self._client.reserve(slices, meta)
         return self._client
 
-    def _leave_lost(self, error: CheckpointError) -> None:
-        if error.code != "vault-lost":
+    def _go_on_from(self, error: CheckpointError) -> None:
+        if error.code in _OF_THE_DISK:
+            self.tell(error)
+        elif error.code == "vault-lost":
+            self._leave()
+        else:
             raise error
-        self._leave()
 
     def _leave(self) -> None:
         if self._client is not None:
@@ -197,4 +206,6 @@ def _run(job: Job, member: Member) -> None:
         profiler=profiler_of(job, mesh, member),
     )
     saver.leads = lambda: loop.leads
+    if mesh.rank == 0:
+        saver.tell = lambda error: member.event("warning", message=f"step {error.step} is not saved: {error.message}")
     loop.run()
