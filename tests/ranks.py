@@ -7,6 +7,7 @@ The function and its arguments must be importable and picklable; a failing rank 
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
 import os
 import signal
@@ -14,6 +15,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -54,6 +57,17 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 process.join()
 
 
+def die_with_the_tests() -> None:
+    """Called first by a process of `_context`: the kernel kills it, stopped or not, when the tests' process has ended
+    in any way. The fork server lives as long as one of its children has a copy of a pipe: so that is closed here."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    with suppress(OSError):
+        os.close(server._forkserver_alive_fd)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG, when the fork server ends
+    if os.getppid() == 1:
+        os._exit(1)  # it has ended already
+
+
 def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
@@ -75,6 +89,7 @@ def _rank(rank: int, world_size: int, store: str, writer: Connection, function: 
     import torch
     import torch.distributed as dist
 
+    die_with_the_tests()
     torch.set_num_threads(1)
     try:
         if world_size > 1:

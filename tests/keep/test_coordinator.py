@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from keep.stand_ins import OPEN, PATIENCE_S, SECRET, Host, Proxy
 
 from bessemer.core.errors import BessemerError
 from bessemer.keep.cohort import Cohort, Seat
@@ -21,21 +20,15 @@ from bessemer.keep.membership import Membership
 from bessemer.keep.takeover import Decision, DecisionLog, stand_by
 from bessemer.keep.wire import Frames, pack
 
-SECRET = "a secret of the tests"
 UNITS = 6
-PATIENCE_S = 60.0
-
-
-_OPEN: list[Any] = []
-"""What a test leaves behind: it has `close`."""
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="bsm", dir="/tmp") as path:  # a socket's path must be short
         yield Path(path)
-        while _OPEN:
-            _OPEN.pop().close()
+        while OPEN:
+            OPEN.pop().close()
 
 
 def _until(what: Callable[[], Any], say: Callable[[], Any] = lambda: "") -> None:
@@ -81,7 +74,7 @@ class Member:
         self.ended = ""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        _OPEN.append(self)
+        OPEN.append(self)
 
     def close(self) -> None:
         self.cohort.close()
@@ -102,77 +95,6 @@ class Member:
                     cohort.synced()
         except BessemerError as error:
             self.ended = f"{error.code}: {error}"
-
-
-class Proxy:
-    """Between a host and a coordinator; while `cut`, nothing passes in either direction, and nobody is told."""
-
-    def __init__(self, path: str, to: str) -> None:
-        self._server, self._to = listen_at(path), to
-        self._server.setblocking(True)
-        self._links: list[socket.socket] = []
-        self.cut = False
-        _OPEN.append(self)
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                link, _ = self._server.accept()
-            except OSError:
-                return
-            self._links.append(link)
-            threading.Thread(target=self._join, args=(link,), daemon=True).start()
-
-    def _join(self, link: socket.socket) -> None:
-        while self.cut:
-            time.sleep(0.01)
-        with suppress(OSError):
-            other = connect(self._to, 5.0)
-            other.settimeout(None)
-            self._links.append(other)
-            threading.Thread(target=self._pass, args=(link, other), daemon=True).start()
-            self._pass(other, link)
-
-    def close(self) -> None:
-        self.cut = False
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        for link in [self._server, *self._links]:
-            link.close()
-
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                while self.cut:
-                    time.sleep(0.01)
-                sink.sendall(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
-class Host:
-    """A stand-in of an agent: says that it lives, for as long as it may."""
-
-    def __init__(self, address: str, name: str) -> None:
-        self._link, self._name = connect(address, 5.0), name
-        self.done = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        _OPEN.append(self)
-
-    def close(self) -> None:
-        self.done = True
-        self._thread.join(PATIENCE_S)
-
-    def _run(self) -> None:
-        with suppress(OSError), self._link as link:
-            nonce = await_challenge(link, Frames())["nonce"]
-            link.sendall(pack({"kind": "hello", "role": "agent", "host": self._name, "proof": proof(SECRET, nonce)}))
-            while not self.done:
-                link.sendall(pack({"kind": "alive"}))
-                time.sleep(0.1)
 
 
 def _until_step(serving: Serving, step: int) -> None:
@@ -226,7 +148,7 @@ def test_a_minority_never_commits_but_goes_on_when_the_others_are_known_to_be_de
     time.sleep(1.0)
     assert serving.m.epoch == 0 and not member.steps
     agent = connect(f"unix:{folder}/c", 5.0)
-    _OPEN.append(agent)
+    OPEN.append(agent)
     nonce = await_challenge(agent, Frames())["nonce"]
     agent.sendall(pack({"kind": "hello", "role": "agent", "host": "b", "proof": proof(SECRET, nonce)}))
     for group in (0, 2):

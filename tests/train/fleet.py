@@ -7,48 +7,45 @@ with Fleet(folder, job, spares=1) as fleet:
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import hashlib
 import json
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ranks
 import torch
 import torch.distributed as dist
+from train.faults import Fault, inject, slow_down
 from train.loops import Recorder
 from train.toy import SEQ, VOCAB
 
 from bessemer.core.errors import BessemerError, Stopped
 from bessemer.core.job import Job
-from bessemer.keep.cohort import Cohort, Epoch, Seat
+from bessemer.keep.cohort import SILENCE_S, Cohort, Epoch, Seat
 from bessemer.keep.coordinate import membership_of
 from bessemer.keep.coordinator import Coordinator
 from bessemer.keep.links import listen_at
 
 SECRET = "a secret of the tests"
+STILL_S = 60.0
+"""So long nothing at all happens only in a fleet that hangs."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What happens to a rank at a point of step `step` (from 0): the signal is sent to itself.
-
-    forward, backward, reduce, voted, committed; epoch: while the link of epoch number `step` is made; donor, joiner: in
-    the midst of a transfer. Without a signal, flip: a bit of the sum is wrong; slow: every step takes half a second
-    longer. `place`: of the rank in its group."""
-
-    point: str
-    step: int
-    number: int = signal.SIGKILL
-    place: int = 0
+def patient(seconds: float) -> float:
+    """So many seconds where a process runs when it can, and up to six times as many where others are in its way. For
+    what may take longer without being wrong; no test is about these times."""
+    return seconds * min(6.0, max(1.0, os.getloadavg()[0] / (2 * len(os.sched_getaffinity(0)))))
 
 
 class ToyData:
@@ -67,14 +64,37 @@ class ToyData:
         return Batch(window[:, :-1].copy(), window[:, 1:].copy(), weights, np.zeros((len(ids), SEQ), np.int32))
 
 
-class NoSaver:
+class Saves:
+    """What was saved: by step a digest of this rank's slices."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, str] = {}
+
     def save(self, step: int, slices: Any, meta: Any) -> float:
+        self.made[step] = digest_of((s.name, s.tensor) for s in slices)
         return 0.0
 
     def poll(self) -> list[Any]:
         return []
 
     wait = poll
+
+
+class Patience:
+    """Says that a fleet hangs once nothing has happened in it for too long: no event, no step, no end of a rank. So a
+    test takes as long as the machine needs, and a hang no longer than that."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._seen, self._since = fleet, (), time.monotonic()
+
+    def check(self, what: str) -> None:
+        fleet = self._fleet
+        ended = sum(process.exitcode is not None for process in fleet._processes.values())
+        seen = len(fleet.events), fleet.membership.step, ended
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        still_s = time.monotonic() - self._since
+        assert still_s < patient(STILL_S), f"{what}, and nothing happens for {still_s:.0f} s; {fleet._told()}"
 
 
 class Fleet:
@@ -93,7 +113,8 @@ class Fleet:
 
     def __enter__(self) -> Fleet:
         (self.folder / "out").mkdir(parents=True, exist_ok=True)
-        self.coordinator = Coordinator(listen_at(self.address), membership_of(self.job), secret=SECRET)
+        how = {"secret": SECRET, "lease_s": patient(1.5)}
+        self.coordinator = Coordinator(self._listen(), membership_of(self.job), **how)
         self.coordinator._tell_agents = lambda event, **fields: self.events.append({"event": event, **fields})
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -141,13 +162,22 @@ class Fleet:
         for place in range(self.block):
             seat = Seat(group, incarnation, place, self.host_of(group))
             mine = fault if fault is not None and fault.place == place else None
-            args = (str(self.folder), self.addresses_for(group), self.job, seat, joins, mine, self.pause_s)
+            where = (str(self.folder), self.addresses_for(group), self.network_of(group))
+            args = (*where, self.job, seat, joins, mine, self.pause_s)
             process = ranks._context.Process(target=member, args=args, daemon=True)
             process.start()
             self._processes[group, incarnation, place] = process
 
+    def _listen(self) -> socket.socket:
+        """Where the coordinator listens."""
+        return listen_at(self.address)
+
     def addresses_for(self, group: int) -> str:
         return self.address
+
+    def network_of(self, group: int) -> tuple[str, str]:
+        """The network namespace in which the group's ranks are (empty: this one), and the address of their sums."""
+        return "", "127.0.0.1"
 
     def host_of(self, group: int) -> str:
         return "here"
@@ -161,38 +191,59 @@ class Fleet:
         """Tell the coordinator."""
         self.coordinator._lost(group, incarnation, why)
 
-    def until(self, what: Any, timeout_s: float = 60.0) -> None:
-        """Wait until `what(membership)` holds."""
-        deadline = time.monotonic() + timeout_s
+    def until(self, what: Any) -> None:
+        """Wait until `what(membership)` holds, for as long as anything happens."""
+        patience = Patience(self)
         while not what(self.membership):
-            assert time.monotonic() < deadline, f"not in {timeout_s} s; {self._told()}"
+            patience.check("it did not come to it")
             time.sleep(0.005)
 
     def stop(self, group: int, number: int, *, place: int = 0, incarnation: int = 0) -> None:
         os.kill(self._processes[group, incarnation, place].pid, number)
 
-    def wait(self, timeout_s: float = 60.0) -> dict[tuple[int, int, int], dict[str, Any]]:
+    def wait(self) -> dict[tuple[int, int, int], dict[str, Any]]:
         """What each rank that ended by itself left behind, once all have ended."""
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(self)
         for process in self._processes.values():
-            process.join(max(0.1, deadline - time.monotonic()))
-            assert process.exitcode is not None, f"rank still runs after {timeout_s} s; {self._told()}"
+            while process.exitcode is None:
+                patience.check(f"rank {process.pid} still runs")
+                process.join(0.05)
         found = {}
         for path in sorted((self.folder / "out").iterdir()):
             found[tuple(int(n) for n in path.stem.split("-"))] = json.loads(path.read_text())
         return found
 
 
+def enter(namespace: str) -> None:
+    """This thread, and those that it starts, are in that network from now on."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"can't enter the network namespace {namespace}")
+
+
 def digest(parts: Any) -> str:
     from bessemer.train.transfer import held_state
 
+    return digest_of(held_state(parts))
+
+
+def digest_of(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     made = hashlib.sha256()
-    for name, tensor in held_state(parts):
+    for name, tensor in named:
         made.update(name.encode() + tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return made.hexdigest()
 
 
-def member(folder: str, addresses: str, job: Job, seat: Seat, joins: bool, fault: Fault | None, pause_s: float) -> None:
+def member(
+    folder: str,
+    addresses: str,
+    network: tuple[str, str],
+    job: Job,
+    seat: Seat,
+    joins: bool,
+    fault: Fault | None,
+    pause_s: float,
+) -> None:
     """One rank. It leaves its end in a file, and ends without waiting for abandoned groups."""
     from train.toy import toy_parts
 
@@ -200,6 +251,9 @@ def member(folder: str, addresses: str, job: Job, seat: Seat, joins: bool, fault
     from bessemer.train.elastic import Connector, ElasticLoop, group_job
     from bessemer.train.transfer import Landing
 
+    ranks.die_with_the_tests()
+    if network[0]:
+        enter(network[0])
     torch.set_num_threads(1)
     stack = open(f"{folder}/stack-{seat.group}-{seat.place}", "w")  # noqa: SIM115 (as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stack)
@@ -216,22 +270,22 @@ def member(folder: str, addresses: str, job: Job, seat: Seat, joins: bool, fault
                 os.kill(os.getpid(), fault.number)
             size = len(epoch.members)
             store = dist.FileStore(f"{folder}/epoch-{epoch.term}-{epoch.number}-{seat.place}", size)
-            return connect_gloo(store, index, size, 20.0)
+            return connect_gloo(store, index, size, 20.0, network[1])
 
-    recorder = Recorder()
-    cohort = Cohort(addresses, SECRET, seat)
+    recorder, saver = Recorder(), Saves()
+    cohort = Cohort(addresses, SECRET, seat, timeout_s=patient(30.0), silence_s=patient(SILENCE_S))
     wishes: queue.SimpleQueue[int] = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda number, frame: wishes.put(number))
     threading.Thread(target=lambda: (wishes.get(), cohort.leave()), daemon=True).start()
     landing = Landing(f"unix:{folder}/l-{name}", SECRET)
     loop = ElasticLoop(
-        parts, ToyData(), None, recorder, NoSaver(), Path(folder) / "run", job, cohort, Files(), landing, SECRET,
+        parts, ToyData(), None, recorder, saver, Path(folder) / "run", job, cohort, Files(), landing, SECRET,
         True, joins,
     )  # fmt: skip
     if fault is not None:
         inject(fault, loop)
     if pause_s:
-        _slow_down(loop, pause_s)
+        slow_down(loop, pause_s)
     ended = "finished"
     try:
         loop.run()
@@ -239,88 +293,8 @@ def member(folder: str, addresses: str, job: Job, seat: Seat, joins: bool, fault
         ended = "stopped"
     except BessemerError as error:
         ended = f"{error.code}: {error}"
-    left = {"ended": ended, "digest": digest(parts), "metrics": recorder.metrics, "events": recorder.events}
+    left = {"ended": ended, "digest": digest(parts), "metrics": recorder.metrics, "events": recorder.events,
+            "saves": saver.made}  # fmt: skip
     Path(folder, "out", f"{name}.tmp").write_text(json.dumps(left))
     os.rename(Path(folder, "out", f"{name}.tmp"), Path(folder, "out", f"{name}.json"))
     os._exit(0)
-
-
-def _slow_down(loop: Any, pause_s: float) -> None:
-    run = loop.parts.step.passes.run
-
-    def slow(batches: Any, count: int, step: int = 0) -> Any:
-        time.sleep(pause_s if count else 0)
-        return run(batches, count, step)
-
-    loop.parts.step.passes.run = slow
-
-
-def inject(fault: Fault, loop: Any) -> None:
-    """Make the loop send itself the fault's signal at its point."""
-    from bessemer.train import elastic, transfer
-
-    def strike() -> None:
-        os.kill(os.getpid(), fault.number)
-
-    passes, cohort = loop.parts.step.passes, loop.cohort
-    at = {"step": -1}
-    if fault.point == "slow":
-        _slow_down(loop, 0.5)
-        return
-    if fault.point == "flip":
-        digest = elastic.Buffers.digest
-
-        def flipped(self: Any) -> str:
-            if at["step"] == fault.step:
-                self.gradients[3] ^= 1
-            return digest(self)
-
-        elastic.Buffers.digest = flipped
-    run, vote, outcome = passes.run, cohort.vote, cohort.await_outcome
-
-    def running(batches: Any, count: int, step: int = 0) -> Any:
-        at["step"] = step
-        if fault.point == "forward" and step == fault.step and count:
-            strike()
-        return run(batches, count, step)
-
-    passes.run = running
-    if fault.point == "backward":
-        first = next(p for p in loop.parts.module.parameters() if p.requires_grad)
-        first.register_hook(lambda g: strike() if at["step"] == fault.step else None)
-    if fault.point == "voted":
-        cohort.vote = lambda epoch, step, d: (vote(epoch, step, d), strike() if step == fault.step else None)
-    if fault.point == "committed":
-
-        def told(epoch: int, step: int) -> bool:
-            made = outcome(epoch, step)
-            if made and step == fault.step:
-                strike()
-            return made
-
-        cohort.await_outcome = told
-    if fault.point == "reduce":
-        reduce = elastic.Across.reduce
-
-        def summing(self: Any, sums: Any, maxima: Any = ()) -> None:
-            if at["step"] == fault.step:
-                self._wait(self._ready.is_set)
-                self._link.start(sums[0], dist.ReduceOp.SUM)
-                strike()
-            reduce(self, sums, maxima)
-
-        elastic.Across.reduce = summing
-    if fault.point in ("donor", "joiner"):
-        into, exactly = transfer._into, elastic.send
-
-        def taking(link: Any, view: memoryview) -> None:
-            if len(view) > 1000 and fault.point == "joiner":
-                strike()
-            into(link, view)
-
-        def giving(snapshot: Any, join: Any, secret: str) -> None:
-            if fault.point == "donor":
-                strike()
-            exactly(snapshot, join, secret)
-
-        transfer._into, elastic.send = taking, giving

@@ -13,30 +13,55 @@ from types import SimpleNamespace
 from typing import Any
 
 import ranks
-from train.fleet import SECRET, Fleet
+from train.fleet import SECRET, STILL_S, Fleet, patient
 
 from bessemer.core.job import Job
 from bessemer.keep.coordinate import Post, serve
+from bessemer.keep.coordinator import Coordinator
 from bessemer.keep.links import await_challenge, connect, proof
 from bessemer.keep.wire import Frames, pack
 
 LEASE_S = 1.5
 
 
-def coordinate(job: Job, post: Post) -> None:
+def coordinate(job: Job, post: Post, dies: tuple[int, int] | None) -> None:
+    ranks.die_with_the_tests()
+    if dies is not None:
+        _die_telling(*dies)
     for name in ("stdout", "stderr"):
         setattr(sys, name, open(f"{post.address.removeprefix('unix:')}.{name}", "a"))  # noqa: SIM115
     sys.exit(serve(job, post))
 
 
+def _die_telling(step: int, told: int) -> None:
+    """Die once step `step` (from 0) is true by the log and the standby, and that many ranks have been told."""
+    keep, post, left = Coordinator._keep, Coordinator._post, [-1]
+
+    def keeping(self: Coordinator, m: Any) -> None:
+        keep(self, m)
+        if m.step == step + 1 and left[0] < 0:
+            left[0] = told
+
+    def posting(self: Coordinator, peer: Any, frame: bytes) -> None:
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        post(self, peer, frame)
+        left[0] -= left[0] > 0
+
+    Coordinator._keep, Coordinator._post = keeping, posting  # type: ignore[method-assign]
+
+
 class Staffed(Fleet):
     """`lead` says which of the two addresses leads. This process is the agent, at the coordinator that leads; it tells
-    of no deaths but those in `dead`."""
+    of no deaths but those in `dead`. `dies`: the first coordinator, telling of a commit (`_die_telling`)."""
+
+    dies: tuple[int, int] | None = None
 
     def __enter__(self) -> Staffed:
         (self.folder / "out").mkdir(parents=True, exist_ok=True)
         self.slots = [f"unix:{self.folder}/c0", f"unix:{self.folder}/c1"]
         self.address = ",".join(self.slots)
+        self.lease_s = patient(LEASE_S)
         self.lead, self.posts = 0, {}  # type: int, dict[int, Any]
         self.dead: list[int] = []
         self.view = SimpleNamespace(step=0, epoch=0, term=0, active=[], joining=[])
@@ -59,8 +84,9 @@ class Staffed(Fleet):
             process.join()
 
     def post(self, slot: int, *, standby_of: str = "", recover: bool = False) -> None:
-        post = Post(self.slots[slot], SECRET, self.folder / "log", LEASE_S, standby_of, recover)
-        process = self.posts[slot] = ranks._context.Process(target=coordinate, args=(self.job, post), daemon=True)
+        post = Post(self.slots[slot], SECRET, self.folder / "log", self.lease_s, standby_of, recover)
+        dies = self.dies if not standby_of else None
+        process = self.posts[slot] = ranks._context.Process(target=coordinate, args=(self.job, post, dies), daemon=True)
         process.start()
 
     @property
@@ -70,6 +96,11 @@ class Staffed(Fleet):
     def lost(self, group: int, incarnation: int, why: str) -> None:
         self.dead.append(group)
         self._say({"kind": "lost", "group": group, "incarnation": incarnation, "why": why})
+
+    def _told(self) -> str:
+        """What the coordinators said on their way, too."""
+        logs = [f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("c*.std*"))]
+        return "\n".join([super()._told(), *logs])
 
     def scale(self, replicas: int) -> None:
         self._say({"kind": "scale", "replicas": replicas})
@@ -82,26 +113,20 @@ class Staffed(Fleet):
         if number == signal.SIGKILL:
             self.posts[slot].join()
 
-    def until_led_by(self, slot: int, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.lead != slot:
-            assert time.monotonic() < deadline, f"no coordinator at {slot}; {self._told()}"
-            time.sleep(0.01)
+    def until_led_by(self, slot: int) -> None:
+        self.until(lambda m: self.lead == slot)
 
-    def until_stopped(self, group: int, timeout_s: float = 60.0) -> None:
+    def until_stopped(self, group: int) -> None:
         """Wait until a rank of the group has stopped itself."""
-        deadline = time.monotonic() + timeout_s
-        while not any(key[0] == group for key in self._stopped):
-            assert time.monotonic() < deadline, f"group {group} goes on; {self._told()}"
-            time.sleep(0.01)
+        self.until(lambda m: any(key[0] == group for key in list(self._stopped)))
 
     def kill(self, group: int) -> None:
         for (name, _, _), process in self._processes.items():
             if name == group:
                 process.kill()
 
-    def _until_there(self, address: str, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _until_there(self, address: str) -> None:
+        deadline = time.monotonic() + patient(STILL_S)
         while not Path(address.removeprefix("unix:")).exists():
             assert time.monotonic() < deadline, f"nobody listens at {address}"
             time.sleep(0.01)
@@ -135,7 +160,7 @@ class Staffed(Fleet):
                 try:
                     data = link.recv(1 << 16)
                 except TimeoutError:
-                    if time.monotonic() - heard < 4 * LEASE_S:
+                    if time.monotonic() - heard < 4 * self.lease_s:
                         continue
                     return
                 heard = time.monotonic()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.fleet import Fault
+from train.faults import Fault
 from train.posts import Staffed
 from train.test_elastic import _digests, _job, _undisturbed
 
@@ -58,6 +58,22 @@ def test_a_member_dies_with_the_coordinator(folder: Path, name: str, point: str)
         ended = fleet.wait()
     assert _digests(ended, groups=2) == _undisturbed(name, 10)
     assert _named(fleet, "took_over")[0]["lost"] == [1]
+
+
+@pytest.mark.parametrize("name", ["one rank", "tp"])
+@pytest.mark.parametrize("told", [0, 2])
+def test_a_coordinator_dies_between_a_commit_and_its_receipt(folder: Path, name: str, told: int) -> None:
+    """The step is true, and no rank or only some have heard of it: all apply it, once."""
+    fleet = Staffed(folder, _job(name, 16), pause_s=0.05)
+    fleet.dies = (4, told)
+    with fleet:
+        for group in range(3):
+            fleet.start(group)
+        ended = fleet.wait()
+    assert _digests(ended, groups=3) == _undisturbed(name, 16)
+    assert [(e["term"], e["step"], e["lost"]) for e in _named(fleet, "took_over")] == [(2, 5, [])]
+    assert not _named(fleet, "group_lost")
+    assert all([m["step"] for m in end["metrics"]] == list(range(1, 17)) for end in ended.values() if end["metrics"])
 
 
 @pytest.mark.parametrize("name", ["one rank", "tp"])

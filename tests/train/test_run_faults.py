@@ -1,0 +1,177 @@
+"""Whole runs, with their agent, in which what isn't a rank fails: the process of the memory checkpoints, and the disk.
+
+A full disk is a file system of a few megabytes in memory (needs root), which the run has for itself until something
+else fills it; and, everywhere, a vault that can't write more than a few bytes to any file."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train.loops import small_job
+
+from bessemer.core.job import Job
+from bessemer.data import prepare
+from bessemer.inspect.chaos_target import child_running
+from bessemer.keep.agent import Options, run
+from bessemer.keep.checkpoint import CheckpointFolder
+from bessemer.keep.run_folder import RunFolder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 30
+RANK = """
+import sys, time
+from pathlib import Path
+from bessemer.train import elastic, worker
+
+def slowly(whole):
+    def step(self, at, batches):
+        Path(sys.argv[1]).write_text(str(at))
+        time.sleep(0.1)
+        return whole(self, at, batches)
+    return step
+
+elastic.ElasticLoop._step = slowly(elastic.ElasticLoop._step)
+sys.exit(worker.main())
+"""
+
+
+def _job(folder: Path, **sections: dict[str, Any]) -> Job:
+    """Two groups that save every fourth step, on disk, and every step in memory."""
+    keep = {"every": 4, "memory_every": 1, "mode": "zero-interruption", "sums": "exact"}
+    job = small_job(folder, layout={"dp": 2}, train={"steps": STEPS}, keep=keep, data={"val_fraction": 0.0}, **sections)
+    prepare(job)
+    return job
+
+
+def _run(job: Job, folder: Path, *acts: tuple[int, Callable[[], None]]) -> int:
+    """The exit code of the run. Each act comes once a rank is at that step (from 0), in order."""
+    script, at = folder / "rank.py", folder / "at"
+    script.write_text(RANK)
+    over = threading.Event()
+
+    def step() -> int:
+        text = at.read_text() if at.exists() else ""
+        return int(text or -1)
+
+    def act() -> None:
+        for due, what in acts:
+            while step() < due and not over.is_set():
+                time.sleep(0.01)
+            if not over.is_set():
+                what()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        return run(job, Options(command=(sys.executable, str(script), str(at)), quiet=True))
+    finally:
+        over.set()
+        thread.join()
+
+
+def _vault() -> int:
+    pid = child_running(os.getpid(), "bessemer.keep.vault")
+    assert pid is not None
+    return pid
+
+
+def _events(job: Job, name: str) -> list[dict[str, Any]]:
+    return [event for event in RunFolder(job).events() if event["event"] == name]
+
+
+def _assert_whole(job: Job) -> None:
+    """No step is missing from the records, nobody was lost, and the end is saved."""
+    assert [metric["step"] for metric in RunFolder(job).metrics()] == list(range(1, STEPS + 1))
+    assert not _events(job, "rank_lost") and not _events(job, "coordinator_lost")
+    found = CheckpointFolder(job.run.folder / "checkpoints").newest_verified()
+    assert found.checkpoint is not None and found.checkpoint.step == STEPS
+    assert [e["event"] for e in RunFolder(job).events()][-1] == "finished"
+
+
+def test_the_memory_checkpoints_process_dies(tmp_path: Path) -> None:
+    """The groups go on; another one is started, and takes the saves from then on."""
+    job = _job(tmp_path)
+    assert _run(job, tmp_path, (6, lambda: os.kill(_vault(), signal.SIGKILL))) == 0
+    _assert_whole(job)
+    assert any("another is started" in event["message"] for event in _events(job, "warning"))
+    assert [e["step"] for e in _events(job, "saved")][-1] == STEPS
+
+
+def _assert_told_and_saved_again(job: Job) -> None:
+    told = [event["message"] for event in _events(job, "warning")]
+    refused = [int(text.split()[1]) for text in told if "is not saved" in text]
+    saved = [event["step"] for event in _events(job, "saved")]
+    assert refused and not set(refused) & set(saved), told
+    assert max(refused) < max(saved) and min(saved) < min(refused)
+
+
+def test_a_save_finds_no_room_and_a_later_one_does(tmp_path: Path) -> None:
+    job = _job(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(soft: int) -> Callable[[], None]:
+        return lambda: resource.prlimit(_vault(), resource.RLIMIT_FSIZE, (soft, limits[1])) and None
+
+    assert _run(job, tmp_path, (6, limit(4096)), (18, limit(limits[0]))) == 0
+    _assert_whole(job)
+    _assert_told_and_saved_again(job)
+
+
+def test_the_last_save_finds_no_room(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run has not finished then, and says so; what was saved before stays."""
+    job = _job(tmp_path)
+    full = (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    assert _run(job, tmp_path, (22, lambda: resource.prlimit(_vault(), resource.RLIMIT_FSIZE, full) and None)) == 1
+    assert "failed [disk-full]" in capfd.readouterr().err
+    assert [e["event"] for e in RunFolder(job).events()][-1] == "failed"
+    found = CheckpointFolder(job.run.folder / "checkpoints").newest_verified()
+    assert found.checkpoint is not None and found.checkpoint.step < STEPS
+
+
+@contextmanager
+def small_disk(place: Path, megabytes: int) -> Iterator[None]:
+    """A file system of that size. Skips the test where none can be mounted."""
+    place.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("a small file system needs root; the variant with a limit runs everywhere")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(place)]
+    made = subprocess.run(command, check=False, capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted ({made.stderr.strip()}); the variant with a limit runs everywhere")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_the_disk_is_full_for_a_while(tmp_path: Path) -> None:
+    """Records wait in memory meanwhile, too, and so do the coordinator's decisions: nobody is lost, no line is."""
+    small = tmp_path / "small"
+    with small_disk(small, 64):
+        job = _job(tmp_path, run={"name": "small", "dir": str(small)})
+
+        def fill() -> None:
+            with open(small / "filler", "wb", buffering=0) as file:
+                for size in (1 << 20, 1 << 12, 1):
+                    try:
+                        while file.write(bytes(size)) == size:
+                            pass
+                    except OSError:
+                        continue
+
+        assert _run(job, tmp_path, (6, fill), (18, (small / "filler").unlink)) == 0
+        _assert_whole(job)
+        _assert_told_and_saved_again(job)
