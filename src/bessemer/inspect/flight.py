@@ -171,7 +171,7 @@ class Flight:
             value, name = (sample.loss, "loss") if kind == "loss_spike" else (sample.grad_norm, "gradient norm")
             if not self._is_new(sample.step, kind, sample.step):
                 continue
-            above = "is not finite" if excess == float("inf") else f"is {excess:.0%} above its median (z = {z:.1f})"
+            above = "is not finite" if excess == float("inf") else f"is {excess:.0%} above its trend (z = {z:.1f})"
             text = f"the {name} of step {sample.step}, {value:.4g}, {above}"
             found.append(Finding(kind=kind, t=sample.t, step=sample.step, score=z, excess=excess, text=text))
         return found

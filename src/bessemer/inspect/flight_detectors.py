@@ -24,7 +24,7 @@ LINK_STEPS, LINK_Z, LINK_EXCESS = 20, 6.0, 0.3
 LINK_EXCESS_OF_FEW = 2.0
 LINK_LEAST_S = 1e-3
 STALL_STEPS, STALL_PART = 5, 0.2
-SPIKE_STEPS, SPIKE_NEAR_STEPS, SPIKE_LEAST_STEPS, SPIKE_Z = 128, 16, 32, 8.0
+SPIKE_STEPS, SPIKE_NEAR_STEPS, SPIKE_LEAST_STEPS, SPIKE_Z = 128, 16, 32, 6.5
 LOSS_EXCESS, NORM_EXCESS = 0.05, 1.0
 EXPERT_STEPS, EXPERT_RATIO, EXPERT_LEAST = 20, 2.0, 3.0
 MEMORY_SAMPLES, MEMORY_EVERY, MEMORY_PART = 64, 4, 0.02
@@ -95,18 +95,19 @@ class StallScore:
 
 
 class Spikes:
-    """Spikes of loss and gradient norm: robust z over the last 128 steps above 8, upwards only.
+    """Spikes of loss and gradient norm: robust z over the last 128 steps above 6.5, upwards only.
 
-    Both are taken as logarithms, and less the median of the 16 steps before, since the loss falls and the norm follows
-    the learning rate: z = difference / (1.4826 x median absolute difference). The loss has to be 5 % above that median
-    too, the norm twice as high. What isn't finite counts at once.
+    Both are taken as logarithms, less what the 16 steps before lead to expect, since the loss falls and the norm
+    follows the learning rate: the median of the last 8, and the change from the 8 before them. z = difference /
+    (1.4826 x median absolute difference). The loss has to be 5 % above that too, the norm twice as high. What isn't
+    finite counts at once.
     """
 
     def __init__(self) -> None:
         self._losses, self._norms = _Trend(), _Trend()
 
     def update(self, sample: MetricSample) -> list[tuple[str, float, float]]:
-        """(kind of the finding, z, by what part above the median)."""
+        """(kind of the finding, z, by what part above what was to be expected)."""
         found = []
         for kind, trend, value, least in (
             ("loss_spike", self._losses, sample.loss, math.log1p(LOSS_EXCESS)),
@@ -122,18 +123,21 @@ class Spikes:
 
 
 class _Trend:
-    """The last values, and how far each was from the median of those before it."""
+    """The last values, and how far each was from what those before it led to expect."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=SPIKE_NEAR_STEPS)
         self._apart: deque[float] = deque(maxlen=SPIKE_STEPS)
 
     def update(self, value: float) -> tuple[float, float]:
-        """(robust z, difference from the median); z is 0 while too little is known."""
+        """(robust z, difference from what was expected); both are 0 while too little is known."""
         if len(self._values) < SPIKE_NEAR_STEPS:
             self._values.append(value)
             return 0.0, 0.0
-        above = value - float(np.median(self._values))
+        half = SPIKE_NEAR_STEPS // 2
+        before, recent = np.median(np.asarray(self._values).reshape(2, half), axis=1).tolist()
+        ahead = (half + 1) / 2 / half  # from the middle of the recent half, in halves
+        above = value - (recent + ahead * (recent - before))
         spread = MAD_TO_SD * float(np.median(self._apart)) if len(self._apart) >= SPIKE_LEAST_STEPS else math.inf
         self._values.append(value)
         self._apart.append(abs(above))
