@@ -13,6 +13,7 @@ import bisect
 import random
 import signal
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ MORE_S = 0.3
 """What detecting, agreeing and connecting may cost beside what is waited for by design."""
 SETTLE_STEPS = 4
 USUAL_STEPS = 9
+WITHIN_S = 0.3
+"""A fault comes so long after a commit, at most: anywhere in a step."""
 SPARES = 2
 HANG = signal.SIGRTMIN + 5
 _HANGS = """
@@ -86,6 +89,7 @@ def measure(folder: Path, counts: dict[str, int]) -> list[Cost]:
                 for number in range(count):
                     run.until(_whole)
                     run.until_step(run.standing.step + SETTLE_STEPS + chance.randrange(3))
+                    time.sleep(chance.uniform(0.0, WITHIN_S))
                     t, rank = run.signal_rank("active", numbers[kind], chance)
                     hits.append(Hit(kind, t, rank.group))
                     tell(f"{kind} {number + 1} of {count} at step {run.standing.step}")
