@@ -109,6 +109,30 @@ def test_the_guilty_rank_alone_leaves_a_dump(tmp_path: Path, layout: dict[str, A
     assert found.verdict.kind == "data or code"
 
 
+def gradient_of_rank_1(rank: int, world: int, folder: str, job: Job) -> tuple[str, int | None]:
+    parts = dumping_parts(Path(folder), job, rank)
+    if rank == 1:
+
+        def spoil(module: Any, args: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda grad: grad * float("nan"))
+
+        parts.module.block(1).register_forward_hook(spoil)
+    with pytest.raises(NonFinite) as raised:
+        list(run_steps(parts, 1, 2))
+    return raised.value.message, raised.value.rank
+
+
+def test_of_sharded_gradients_too_the_rank_that_made_it_is_named(tmp_path: Path) -> None:
+    job = toy_job(layout={"dp": 2, "dp_shard": "full"})
+    for message, rank in run_ranks(2, gradient_of_rank_1, str(tmp_path), job, timeout_s=240):
+        assert rank == 1 and re.search(r"the summed gradient of .* made by aten.mul.Tensor.*, backward", message), (
+            message
+        )
+    (note,) = dump_notes(tmp_path / "dumps")
+    assert (note.rank, note.operator) == (1, "aten.mul.Tensor")
+
+
 class Sabotage:
     """A processor that gives wrong results for a while: the next `times` times that a product is made."""
 

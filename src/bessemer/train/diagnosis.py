@@ -69,9 +69,10 @@ def stop_non_finite(
             guilty, _ = _elect(mesh, int(call is not None and not call.arrives))
         text += _made_by(call) if call is not None or severity >= FORWARD or not mine.batches else _NOT_AGAIN
         finding = _Finding(severity, 0, text, micro if finding.micro is None else finding.micro, finding.bad)
-    if mesh.rank == guilty and passes.dumps is not None:
-        known = range(len(mine.batches)) if finding.micro is None else (finding.micro,)
-        batches = {} if severity == PARAMETER else {at: mine.batches[at] for at in known}
+    known = severity > SUM or call is not None  # else no rank is to blame, and a dump would blame this one
+    if mesh.rank == guilty and passes.dumps is not None and known:
+        places = range(len(mine.batches)) if finding.micro is None else (finding.micro,)
+        batches = {} if severity == PARAMETER else {at: mine.batches[at] for at in places}
         fault = Fault(step, text, call, batches, dict(finding.bad or {}), again)
         where = passes.dumps.non_finite(passes, fault)
     text, where = mesh.broadcast_text(text, guilty), mesh.broadcast_text(where, guilty)
