@@ -10,7 +10,8 @@ function runColour(number) {
 
 // The values of ticks: 1, 2 or 5 times a power of ten apart.
 function ticks(low, high, count) {
-  const raw = (high - low) / count, size = 10 ** Math.floor(Math.log10(raw));
+  const raw = (high - low) / count,
+    size = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((n) => n * size).find((n) => n >= raw);
   const found = [];
   for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-6; at += step) found.push(at);
@@ -19,7 +20,8 @@ function ticks(low, high, count) {
 
 // A canvas as sharp as the screen, cleared; its size in CSS pixels.
 function sharp(canvas, height = canvas.clientHeight) {
-  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
+  const ratio = window.devicePixelRatio || 1,
+    width = canvas.clientWidth;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
@@ -38,7 +40,13 @@ class Chart {
     this.now = make("b");
     this.canvas = make("canvas", { role: "img", "aria-label": spec.title });
     this.tip = make("div", { class: "tip wide", hidden: "" });
-    this.figure = make("figure", {}, make("figcaption", {}, make("span", {}, spec.title), this.now), this.canvas, this.tip);
+    this.figure = make(
+      "figure",
+      {},
+      make("figcaption", {}, make("span", {}, spec.title), this.now),
+      this.canvas,
+      this.tip,
+    );
     this.canvas.addEventListener("pointermove", (event) => this.point(event.offsetX));
     this.canvas.addEventListener("pointerleave", () => this.point(null));
     this.pointer = null;
@@ -48,7 +56,8 @@ class Chart {
   // runs: what is drawn; view: {axis, span, smooth}.
   draw(runs, view) {
     this.shown = { runs, view };
-    const { spec } = this, lines = runs.map((run) => this.line(run, view)).filter((line) => line.x.length);
+    const { spec } = this,
+      lines = runs.map((run) => this.line(run, view)).filter((line) => line.x.length);
     const last = lines.length ? lines[0].raw.findLast(known) : null;
     const plan = spec.plan && runs[0].told ? spec.plan(runs[0].told.predicted) : null;
     const apart = plan && known(plan.at) ? ` (${difference(last, plan.at)} from plan)` : "";
@@ -76,9 +85,15 @@ class Chart {
   }
 
   line(run, view) {
-    const columns = run.series.columns, steps = columns.step ?? [], values = columns[this.spec.key] ?? [];
-    const start = run.told?.run.started_t ?? 0, from = view.span ? (steps.at(-1) ?? 0) - view.span : -Infinity;
-    const x = [], y = [], raw = [], dots = [];
+    const columns = run.series.columns,
+      steps = columns.step ?? [],
+      values = columns[this.spec.key] ?? [];
+    const start = run.told?.run.started_t ?? 0,
+      from = view.span ? (steps.at(-1) ?? 0) - view.span : -Infinity;
+    const x = [],
+      y = [],
+      raw = [],
+      dots = [];
     const rare = this.spec.dots ? columns[this.spec.dots] : null;
     let mean = null;
     for (let i = 0; i < steps.length; i += 1) {
@@ -97,25 +112,41 @@ class Chart {
 
   scales(lines, plan, view, width, height) {
     const every = lines.flatMap((line) => [...line.y, ...line.dots.map((dot) => dot[1])]).filter(known);
-    let low = Infinity, high = -Infinity;
-    for (const value of every) { low = Math.min(low, value); high = Math.max(high, value); }
+    let low = Infinity,
+      high = -Infinity;
+    for (const value of every) {
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
     if (plan && known(plan.at) && plan.at < 3 * high && plan.at > low / 3) {
       low = Math.min(low, plan.low ?? plan.at);
       high = Math.max(high, plan.high ?? plan.at);
     }
     const log = Boolean(this.spec.log) && high > 20 * low;
     if (this.spec.zero) low = 0;
-    if (high === low) { high += Math.abs(high) * 0.05 || 1; low -= Math.abs(low) * 0.05; }
+    if (high === low) {
+      high += Math.abs(high) * 0.05 || 1;
+      low -= Math.abs(low) * 0.05;
+    }
     const room = log ? 0 : (high - low) * 0.05;
     high += room;
     if (!this.spec.zero) low -= room;
-    let left = Infinity, right = -Infinity;
-    for (const line of lines) { left = Math.min(left, line.x[0]); right = Math.max(right, line.x.at(-1)); }
+    let left = Infinity,
+      right = -Infinity;
+    for (const line of lines) {
+      left = Math.min(left, line.x[0]);
+      right = Math.max(right, line.x.at(-1));
+    }
     if (right === left) right = left + 1;
     const [a, b] = log ? [Math.log10(low), Math.log10(high)] : [low, high];
-    const wide = width - PAD.left - PAD.right, tall = height - PAD.top - PAD.bottom;
+    const wide = width - PAD.left - PAD.right,
+      tall = height - PAD.top - PAD.bottom;
     return {
-      low, high, left, right, log,
+      low,
+      high,
+      left,
+      right,
+      log,
       x: (value) => PAD.left + ((value - left) / (right - left)) * wide,
       y: (value) => PAD.top + (1 - ((log ? Math.log10(value) : value) - a) / (b - a)) * tall,
       back: (pixel) => left + ((pixel - PAD.left) / wide) * (right - left),
@@ -131,7 +162,9 @@ class Chart {
     c.textAlign = "right";
     c.textBaseline = "middle";
     const marks = scale.log
-      ? ticks(Math.ceil(Math.log10(scale.low)), Math.floor(Math.log10(scale.high)) + 0.01, 4).filter(Number.isInteger).map((n) => 10 ** n)
+      ? ticks(Math.ceil(Math.log10(scale.low)), Math.floor(Math.log10(scale.high)) + 0.01, 4)
+          .filter(Number.isInteger)
+          .map((n) => 10 ** n)
       : ticks(scale.low, scale.high, 4);
     for (const mark of marks) {
       const y = Math.round(scale.y(mark)) + 0.5;
@@ -151,11 +184,18 @@ class Chart {
   }
 
   plan(c, plan, width) {
-    const { scale } = this, at = scale.y(plan.at), clip = (y) => Math.min(Math.max(y, PAD.top), 190 - PAD.bottom);
+    const { scale } = this,
+      at = scale.y(plan.at),
+      clip = (y) => Math.min(Math.max(y, PAD.top), 190 - PAD.bottom);
     c.fillStyle = colour("c1");
     if (known(plan.low) && known(plan.high)) {
       c.globalAlpha = 0.12;
-      c.fillRect(PAD.left, clip(scale.y(plan.high)), width - PAD.left - PAD.right, clip(scale.y(plan.low)) - clip(scale.y(plan.high)));
+      c.fillRect(
+        PAD.left,
+        clip(scale.y(plan.high)),
+        width - PAD.left - PAD.right,
+        clip(scale.y(plan.low)) - clip(scale.y(plan.high)),
+      );
       c.globalAlpha = 1;
     }
     if (at < PAD.top || at > 190 - PAD.bottom) return;
@@ -175,11 +215,20 @@ class Chart {
     c.lineWidth = 1.5;
     c.lineJoin = "round";
     c.beginPath();
-    let column = -1, low = 0, high = 0, last = 0;
+    let column = -1,
+      low = 0,
+      high = 0,
+      last = 0;
     for (let i = 0; i < line.x.length; i += 1) {
-      const x = scale.x(line.x[i]), y = Math.min(Math.max(scale.y(line.y[i]), PAD.top), 190 - PAD.bottom), pixel = Math.round(x);
+      const x = scale.x(line.x[i]),
+        y = Math.min(Math.max(scale.y(line.y[i]), PAD.top), 190 - PAD.bottom),
+        pixel = Math.round(x);
       if (pixel !== column) {
-        if (column >= 0 && low !== high) { c.lineTo(column, low); c.lineTo(column, high); c.lineTo(column, last); }
+        if (column >= 0 && low !== high) {
+          c.lineTo(column, low);
+          c.lineTo(column, high);
+          c.lineTo(column, last);
+        }
         if (i === 0) c.moveTo(x, y);
         else c.lineTo(x, y);
         column = pixel;
@@ -189,7 +238,11 @@ class Chart {
       high = Math.max(high, y);
       last = y;
     }
-    if (low !== high) { c.lineTo(column, low); c.lineTo(column, high); c.lineTo(column, last); }
+    if (low !== high) {
+      c.lineTo(column, low);
+      c.lineTo(column, high);
+      c.lineTo(column, last);
+    }
     c.stroke();
     c.fillStyle = c.strokeStyle;
     for (const [x, value] of line.dots) {
@@ -205,7 +258,8 @@ class Chart {
     this.marks = [];
     for (const event of run.events) {
       if (!(event.level in EVENT_MARKS) || event.name === "eval") continue;
-      const at = eventPlace(run, event, view), x = at === null ? null : this.scale.x(at);
+      const at = eventPlace(run, event, view),
+        x = at === null ? null : this.scale.x(at);
       if (x === null || at < this.scale.left || at > this.scale.right) continue;
       c.fillStyle = colour(event.level);
       c.fillText(EVENT_MARKS[event.level], x, height - PAD.bottom + 12);
@@ -226,13 +280,15 @@ class Chart {
   }
 
   cross(c, lines, height) {
-    const at = this.scale.back(this.pointer), { view } = this.shown;
+    const at = this.scale.back(this.pointer),
+      { view } = this.shown;
     c.fillStyle = colour("soft");
     c.fillRect(Math.round(this.pointer), PAD.top, 1, height - PAD.top - PAD.bottom);
     const rows = [view.axis === "t" ? seconds(at) : "step " + whole(at)];
     for (const line of lines) {
       const near = nearest(line.x, at);
-      if (near !== null) rows.push((lines.length > 1 ? line.run.told.run.name + ": " : "") + this.spec.format(line.raw[near]));
+      if (near !== null)
+        rows.push((lines.length > 1 ? line.run.told.run.name + ": " : "") + this.spec.format(line.raw[near]));
     }
     for (const mark of this.marks.filter((m) => Math.abs(m.x - this.pointer) < 6).slice(0, 3)) {
       rows.push(`${mark.event.name.replaceAll("_", " ")}: ${mark.event.text}`.slice(0, 160));
@@ -247,7 +303,8 @@ class Chart {
 
 function nearest(sorted, value) {
   if (!sorted.length) return null;
-  let low = 0, high = sorted.length - 1;
+  let low = 0,
+    high = sorted.length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
     if (sorted[middle] < value) low = middle + 1;

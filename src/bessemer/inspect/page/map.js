@@ -7,7 +7,9 @@ class TopologyMap {
     this.canvas = canvas;
     this.tip = tip;
     canvas.addEventListener("pointermove", (event) => this.hover(event.offsetX, event.offsetY));
-    canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+    canvas.addEventListener("pointerleave", () => {
+      tip.hidden = true;
+    });
     canvas.addEventListener("click", (event) => {
       const box = this.at(event.offsetX, event.offsetY);
       if (box) chosen(box.worst);
@@ -16,15 +18,20 @@ class TopologyMap {
 
   // score: by index, compute time over the median of the stage. kind: of links. bad: lists of ranks of slow links.
   draw(run, score, { by, kind, bad, selected }) {
-    const { place, frame } = run, width = this.canvas.clientWidth;
+    const { place, frame } = run,
+      width = this.canvas.clientWidth;
     this.run = run;
     this.by = by;
-    const boxes = boxesOf(place, by), counts = boxes.size;
-    const columns = by === "copies" ? this.copyColumns(place, width) : Math.ceil(Math.sqrt(counts * Math.max(1, width / 420)));
-    const pitch = Math.max(7, Math.min(96, Math.floor((width - 8) / columns))), size = Math.floor(pitch * 0.68);
+    const boxes = boxesOf(place, by),
+      counts = boxes.size;
+    const columns =
+      by === "copies" ? this.copyColumns(place, width) : Math.ceil(Math.sqrt(counts * Math.max(1, width / 420)));
+    const pitch = Math.max(7, Math.min(96, Math.floor((width - 8) / columns))),
+      size = Math.floor(pitch * 0.68);
     this.layOut(place, boxes, columns, pitch, size, by);
     const rows = Math.max(...[...boxes.values()].map((box) => box.row)) + 1;
-    const height = (rows - 1) * pitch + size + 8, { context: c } = sharp(this.canvas, height);
+    const height = (rows - 1) * pitch + size + 8,
+      { context: c } = sharp(this.canvas, height);
     this.canvas.style.height = `${height}px`;
     const links = kind === "none" ? [] : linksOf(place, boxes, kind);
     c.lineWidth = 1.2;
@@ -42,17 +49,21 @@ class TopologyMap {
 
   // Copies beside each other, in as many bands as leave a box room to be seen.
   copyColumns(place, width) {
-    const copies = new Set(place.copy).size, most = Math.max(1, Math.floor(width / (copies * place.sizes.pp > 2000 ? 12 : 20)));
+    const copies = new Set(place.copy).size,
+      most = Math.max(1, Math.floor(width / (copies * place.sizes.pp > 2000 ? 12 : 20)));
     return Math.ceil(copies / Math.ceil(copies / most));
   }
 
   layOut(place, boxes, columns, pitch, size, by) {
-    const copies = [...new Set(place.copy)].sort((a, b) => a - b), order = new Map(copies.map((copy, i) => [copy, i]));
+    const copies = [...new Set(place.copy)].sort((a, b) => a - b),
+      order = new Map(copies.map((copy, i) => [copy, i]));
     let next = 0;
     for (const box of boxes.values()) {
       const at = by === "copies" ? order.get(place.copy[box.members[0]]) : next;
       box.column = at % columns;
-      box.row = Math.floor(at / columns) * (by === "copies" ? place.sizes.pp : 1) + (by === "copies" ? place.stage[box.members[0]] : 0);
+      box.row =
+        Math.floor(at / columns) * (by === "copies" ? place.sizes.pp : 1) +
+        (by === "copies" ? place.stage[box.members[0]] : 0);
       box.x = 4 + box.column * pitch;
       box.y = 4 + box.row * pitch;
       next += 1;
@@ -71,8 +82,12 @@ class TopologyMap {
     c.strokeStyle = colour(name);
     c.lineWidth = line;
     for (const ranks of lists) {
-      const found = ranks.map((rank) => place.index.get(rank)).filter((i) => i !== undefined).map((i) => boxes.get(this.key(place, i)));
-      for (let i = 1; i < found.length; i += 1) if (found[i] !== found[i - 1]) this.link(c, found[i - 1], found[i], size);
+      const found = ranks
+        .map((rank) => place.index.get(rank))
+        .filter((i) => i !== undefined)
+        .map((i) => boxes.get(this.key(place, i)));
+      for (let i = 1; i < found.length; i += 1)
+        if (found[i] !== found[i - 1]) this.link(c, found[i - 1], found[i], size);
     }
   }
 
@@ -82,16 +97,28 @@ class TopologyMap {
 
   // Coloured by its worst rank; a bar at the foot where a rank is lost, so that colour alone doesn't say it.
   box(c, box, score, frame, size) {
-    let worst = box.members[0], severe = 0;
+    let worst = box.members[0],
+      severe = 0;
     for (const index of box.members) {
-      const state = STATES[frame.states[index]], weight = { lost: 4, stalled: 3, waiting: 2, slow: 1 }[state] ?? 0;
-      if (weight > severe || (weight === severe && score[index] > score[worst])) { worst = index; severe = Math.max(severe, weight); }
+      const state = STATES[frame.states[index]],
+        weight = { lost: 4, stalled: 3, waiting: 2, slow: 1 }[state] ?? 0;
+      if (weight > severe || (weight === severe && score[index] > score[worst])) {
+        worst = index;
+        severe = Math.max(severe, weight);
+      }
     }
     const state = STATES[frame.states[worst]];
     box.worst = worst;
     box.state = state;
     const every = (name) => box.members.every((index) => STATES[frame.states[index]] === name);
-    c.fillStyle = severe === 1 ? colour("hot") : every("spare") ? colour("spare") : state in STATE_COLOURS ? colour(STATE_COLOURS[state]) : colour("even");
+    c.fillStyle =
+      severe === 1
+        ? colour("hot")
+        : every("spare")
+          ? colour("spare")
+          : state in STATE_COLOURS
+            ? colour(STATE_COLOURS[state])
+            : colour("even");
     c.fillRect(box.x, box.y, size, size);
     c.strokeStyle = colour("soft");
     c.lineWidth = 1;
@@ -119,7 +146,8 @@ class TopologyMap {
     const box = this.at(x, y);
     this.tip.hidden = box === null;
     if (box === null) return;
-    setText(this.tip, `${box.name}: ${plural(box.members.length, "rank")}, worst is rank ${this.run.place.ranks[box.worst]} (${box.state})`);
+    const worst = `worst is rank ${this.run.place.ranks[box.worst]} (${box.state})`;
+    setText(this.tip, `${box.name}: ${plural(box.members.length, "rank")}, ${worst}`);
     const right = box.x > this.canvas.clientWidth / 2;
     this.tip.style.left = right ? "" : `${box.x}px`;
     this.tip.style.right = right ? `${this.canvas.clientWidth - box.x - this.size}px` : "";
@@ -135,7 +163,12 @@ function boxesOf(place, by) {
     if (!box) {
       const host = place.hosts[place.host[index]] || "unknown host";
       const name = by === "hosts" ? host : `copy ${place.copy[index]}, stage ${place.stage[index]}`;
-      const label = by === "hosts" ? host : place.sizes.pp > 1 ? `${place.copy[index]}.${place.stage[index]}` : `${place.copy[index]}`;
+      const label =
+        by === "hosts"
+          ? host
+          : place.sizes.pp > 1
+            ? `${place.copy[index]}.${place.stage[index]}`
+            : `${place.copy[index]}`;
       boxes.set(key, (box = { key, name, label, members: [] }));
     }
     box.members.push(index);
@@ -145,7 +178,9 @@ function boxesOf(place, by) {
 
 // The groups of a rank: along its pipeline, across copies, and inside of its stage.
 function groupsOf(place, index) {
-  const rank = place.ranks[index], { inner, block } = place, within = rank % block;
+  const rank = place.ranks[index],
+    { inner, block } = place,
+    within = rank % block;
   const pipeline = Array.from({ length: place.sizes.pp }, (_, s) => rank - within + s * inner + (within % inner));
   const copies = [...new Set(place.copy)].map((copy) => copy * block + within);
   return [pipeline, copies];
@@ -163,17 +198,21 @@ function kindsOf(sizes, copies) {
 function linksOf(place, boxes, kind) {
   const home = new Map();
   for (const box of boxes.values()) for (const index of box.members) home.set(index, box);
-  const pairs = new Map(), { inner, block, sizes } = place, copies = [...new Set(place.copy)].sort((a, b) => a - b);
+  const pairs = new Map(),
+    { inner, block, sizes } = place,
+    copies = [...new Set(place.copy)].sort((a, b) => a - b);
   const follows = new Map(copies.map((copy, i) => [copy, copies[i + 1]]));
   place.ranks.forEach((rank, index) => {
     const within = rank % block;
     let other = null;
     if (kind === "pipeline" && within + inner < sizes.pp * inner) other = rank + inner;
-    if (kind === "copies" && follows.get(place.copy[index]) !== undefined) other = follows.get(place.copy[index]) * block + within;
+    if (kind === "copies" && follows.get(place.copy[index]) !== undefined)
+      other = follows.get(place.copy[index]) * block + within;
     if (kind === "inner" && (within % inner) + 1 < inner) other = rank + 1;
     const at = other === null ? undefined : place.index.get(other);
     if (at === undefined) return;
-    const a = home.get(index), b = home.get(at);
+    const a = home.get(index),
+      b = home.get(at);
     if (a !== b) pairs.set(`${a.key}:${b.key}`, [a, b]);
   });
   return [...pairs.values()];

@@ -20,7 +20,8 @@ function seconds(value) {
   if (value < 60) return three(value) + " s";
   const whole = Math.round(value);
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
-  if (whole < 172800) return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
+  if (whole < 172800)
+    return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
   return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
@@ -31,7 +32,13 @@ function whole(value) {
 function prefixed(value, unit) {
   if (!known(value)) return NONE;
   if (value === 0) return `0 ${unit}`.trim();
-  for (const [size, name] of [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+  for (const [size, name] of [
+    [1e15, "P"],
+    [1e12, "T"],
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
     if (Math.abs(value) >= size) return `${three(value / size)} ${name} ${unit}`.trim();
   }
   return `${three(value)} ${unit}`.trim();
@@ -41,7 +48,10 @@ function bytes(value) {
   if (!known(value)) return NONE;
   const names = ["B", "KiB", "MiB", "GiB", "TiB"];
   let at = 0;
-  while (value >= 1024 && at < names.length - 1) { value /= 1024; at += 1; }
+  while (value >= 1024 && at < names.length - 1) {
+    value /= 1024;
+    at += 1;
+  }
   return at ? `${three(value)} ${names[at]}` : `${Math.round(value)} B`;
 }
 
@@ -68,12 +78,15 @@ function plain(value, digits = 4) {
 
 function compact(value) {
   if (!known(value)) return NONE;
-  return value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  return value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)
+    ? value.toExponential(2)
+    : String(Number(value.toPrecision(4)));
 }
 
 function clock(t) {
   if (!known(t)) return NONE;
-  const at = new Date(t * 1000), two = (n) => String(n).padStart(2, "0");
+  const at = new Date(t * 1000),
+    two = (n) => String(n).padStart(2, "0");
   const time = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
   return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${time}`;
 }
@@ -92,7 +105,8 @@ function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "class") element.className = value;
-    else if (name === "style") element.style.cssText = value; // as an attribute the page's policy would refuse it
+    else if (name === "style")
+      element.style.cssText = value; // as an attribute the page's policy would refuse it
     else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value !== null) element.setAttribute(name, value);
   }
@@ -108,11 +122,14 @@ let paints = {};
 
 // The value of a colour of the style sheet; kept until the theme changes.
 function colour(name) {
-  return (paints[name] ??= getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim());
+  return (paints[name] ??= getComputedStyle(document.documentElement)
+    .getPropertyValue("--" + name)
+    .trim());
 }
 
 // [red, green, blue] of a colour of the style sheet, which has them as #rgb or #rrggbb.
 function rgb(name) {
-  const text = colour(name).slice(1), long = text.length === 3 ? [...text].map((c) => c + c).join("") : text;
+  const text = colour(name).slice(1),
+    long = text.length === 3 ? [...text].map((c) => c + c).join("") : text;
   return [0, 2, 4].map((at) => parseInt(long.slice(at, at + 2), 16));
 }

@@ -20,8 +20,10 @@ class Run {
 
   query(ranks) {
     const place = this.place ? this.place.generation : -1;
-    return `run=${this.number}&generation=${this.series.generation}&rows=${this.series.rows}` +
-      `&events=${this.eventCount}&reading=${this.reading}&place=${place}&ranks=${ranks ? 1 : 0}`;
+    return (
+      `run=${this.number}&generation=${this.series.generation}&rows=${this.series.rows}` +
+      `&events=${this.eventCount}&reading=${this.reading}&place=${place}&ranks=${ranks ? 1 : 0}`
+    );
   }
 
   take(told, frame) {
@@ -35,13 +37,16 @@ class Run {
     this.reading = events.reading;
     this.eventCount = events.count;
     if (told.place) this.place = placeOf(told.place, told.run.sizes);
-    this.frame = told.ranks && this.place && frame.byteLength ? frameOf(frame, told.ranks, this.place.ranks.length) : null;
+    this.frame =
+      told.ranks && this.place && frame.byteLength ? frameOf(frame, told.ranks, this.place.ranks.length) : null;
   }
 
   takeSeries(told) {
-    const known = this.series, anew = told.generation !== known.generation || told.from === 0;
+    const known = this.series,
+      anew = told.generation !== known.generation || told.from === 0;
     if (anew) known.columns = {};
-    const before = known.columns.step ? known.columns.step.length : 0, added = told.columns.step.length;
+    const before = known.columns.step ? known.columns.step.length : 0,
+      added = told.columns.step.length;
     for (const [name, values] of Object.entries(told.columns)) {
       const column = (known.columns[name] ??= new Array(before).fill(null));
       for (const value of values) column.push(value);
@@ -60,10 +65,18 @@ function placeOf(told, sizes) {
   for (const [first, step, count] of told.ranks) for (let i = 0; i < count; i += 1) ranks.push(first + step * i);
   const host = [];
   for (const [index, count] of told.host_runs) for (let i = 0; i < count; i += 1) host.push(index);
-  const inner = sizes.shard * sizes.cp * sizes.tp, block = inner * sizes.pp;
+  const inner = sizes.shard * sizes.cp * sizes.tp,
+    block = inner * sizes.pp;
   const index = new Map(ranks.map((rank, i) => [rank, i]));
   return {
-    generation: told.generation, ranks, hosts: told.hosts, host, index, inner, block, sizes,
+    generation: told.generation,
+    ranks,
+    hosts: told.hosts,
+    host,
+    index,
+    inner,
+    block,
+    sizes,
     stage: ranks.map((rank) => Math.floor((rank % block) / inner)),
     copy: ranks.map((rank) => Math.floor(rank / block)),
   };
@@ -74,7 +87,9 @@ function frameOf(buffer, told, count) {
   const framed = told.framed;
   if (buffer.byteLength !== count * (2 * framed + 2)) return null;
   const counts = Array.from({ length: framed }, (_, at) => new Uint16Array(buffer, at * count * 2, count));
-  const scores = Float32Array.from(new Uint8Array(buffer, framed * count * 2, count), (n) => (n === 255 ? NaN : 0.75 + n * 0.0025));
+  const scores = Float32Array.from(new Uint8Array(buffer, framed * count * 2, count), (n) =>
+    n === 255 ? NaN : 0.75 + n * 0.0025,
+  );
   return { unit: told.unit_s, counts, scores, states: new Uint8Array(buffer, (framed * 2 + 1) * count, count) };
 }
 
@@ -89,7 +104,8 @@ class Server {
 
   async poll(run, ranks) {
     const buffer = await (await this.get("poll?" + run.query(ranks))).arrayBuffer();
-    const length = new DataView(buffer).getUint32(4, true), head = new Uint8Array(buffer, 0, 4);
+    const length = new DataView(buffer).getUint32(4, true),
+      head = new Uint8Array(buffer, 0, 4);
     if (String.fromCharCode(...head) !== MAGIC) throw new Error("the server speaks another version: reload the page");
     const told = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
     run.take(told, buffer.slice(8 + length));
