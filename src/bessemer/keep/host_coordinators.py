@@ -57,6 +57,7 @@ class HostCoordinators(Coordinators):
         return ",".join(known[self._next :] + known[: self._next])
 
     def start(self) -> None:
+        self._sought_since = time.monotonic()
         if self._founds:
             super().start()
         while self.link is None:
