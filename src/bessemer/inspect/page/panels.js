@@ -236,7 +236,7 @@ function showKeep(run) {
   const age = saved && live ? ` ${seconds(now - saved.t)} ago` : "";
   const lost = saved && plural(head.step - saved.step, "step");
   const parts = [
-    saved ? `Step ${whole(saved.step)} is saved${age}; without memory ${lost} would be lost.` : "Nothing is saved yet.",
+    saved ? `Step ${whole(saved.step)} is saved${age}; ${lost} since then can be lost.` : "Nothing is saved yet.",
   ];
   if (keep.saving !== null) parts.push(`Step ${whole(keep.saving)} is being written.`);
   if (keep.failed) parts.push(`${plural(keep.failed, "save")} failed.`);
