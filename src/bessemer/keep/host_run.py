@@ -65,9 +65,9 @@ def run_on_host(job: Job, options: Options, hosts: Hosts) -> int:
                     options.prepare(printer)
             if wishes.names:
                 return 3
-            with _workplace(folder, hosts) as place:
-                with options.beside(folder.path, place / "agent") if founds else nullcontext():
-                    return HostAgent(hosts, founds, folder, journal, options, place, lock if founds else None).run()
+            beside = options.beside if founds else lambda folder, agent: nullcontext()
+            with _workplace(folder, hosts) as place, beside(folder.path, place / "agent"):
+                return HostAgent(hosts, founds, folder, journal, options, place, lock if founds else None).run()
         finally:
             journal.close()
     finally:
