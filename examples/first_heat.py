@@ -1,7 +1,8 @@
 """The demonstration behind `make demo`: from one job file to a trained, evaluated, exported and measured model.
 
 It types the same commands that you would, each printed before it runs, and ends with a table of what came out. In the
-midst of the training it kills one of the two workers, to show that the other goes on and a spare takes its place.
+midst of the training it kills one of the two workers, to show that the other goes on and a spare takes its place. It
+leaves a page with all that the run recorded.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ def main() -> int:
     run = f"runs/{name}"
     job = [os.path.relpath(HERE / "first_heat.toml"), "--set", f"run.name={name}"]
     say("check", *job)
+    say("takeoff")
     killer = threading.Thread(target=kill_a_worker, args=(Path(run),), daemon=True)
     killer.start()
     say("train", *job)
     evaluated = ask("eval", run, "--sequences", "128")
     say("export", run, "--to", f"{run}/hf")
     say("generate", run, "--prompt", PROMPT, "--max-new-tokens", "100", "--temperature", "0.7", "--top-k", "40")
+    say("landing", run)
+    say("watch", run, "--report", f"{run}/report.html")
     ledger = ask("ledger", run)
     console.print(summary(evaluated, ledger, run, time.perf_counter() - start))
     return 0
@@ -100,6 +104,7 @@ def summary(evaluated: dict[str, Any], ledger: dict[str, Any], run: str, seconds
         table.add_row(factor.replace("_", " "), "not known" if value is None else f"{value:.3f}")
     table.add_row("checkpoints", f"{run}/checkpoints")
     table.add_row("Hugging Face", f"{run}/hf")
+    table.add_row("report page", f"{run}/report.html")
     table.add_row("records", f"{run}/metrics.jsonl, {run}/events.jsonl")
     table.add_row("took", f"{seconds:.0f} s in all")
     return table

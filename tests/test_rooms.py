@@ -16,7 +16,8 @@ ROOMS = (
     "inspect", "lab", "serve", "api", "cli",
 )  # fmt: skip
 """A room may import only those before it, and itself."""
-EXTRAS = ("torch", "safetensors", "tokenizers", "xxhash", "pyarrow", "tensorboard", "transformers")
+EXTRAS = ("torch", "safetensors", "tokenizers", "xxhash", "pyarrow", "tensorboard", "transformers", "starlette",
+          "uvicorn")  # fmt: skip
 """What the base install lacks."""
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

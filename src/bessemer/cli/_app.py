@@ -23,7 +23,10 @@ from bessemer.core.problem import nearest
 __all__ = ["application"]
 
 _HEADLINE = "An AI foundry: checks, trains, keeps alive, inspects and delivers language models."
-_CODES = "Exit codes: 0 done, 1 the run failed, 2 the request was wrong (nothing was started), 3 stopped on request."
+_CODES = (
+    "Exit codes: 0 done, 1 the run failed, 2 the request was wrong (nothing was started), 3 stopped on request, "
+    "4 take-off found a bad host."
+)
 
 
 class _Verbs(TyperGroup):

@@ -202,14 +202,14 @@ attempt() {
 
 def _attempts(request: SlurmRequest) -> str:
     return f"""
-# 0 done, 2 a wrong request, 3 stopped on request and saved; all else is a failure, of which a new attempt goes on from
-# the newest checkpoint.
+# 0 done, 2 a wrong request, 3 stopped on request and saved, 4 a host is bad; all else is a failure, of which a new
+# attempt goes on from the newest checkpoint.
 before=$(newest)
 tries=0
 code=1
 while true; do
   attempt
-  case $code in 0 | 2 | 3) break ;; esac
+  case $code in 0 | 2 | 3 | 4) break ;; esac
   [[ -n $asked ]] || ((tries >= {request.restarts})) && break
   tries=$((tries + 1))
   echo "ended with code $code; restart $tries of {request.restarts}"

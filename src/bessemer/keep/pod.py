@@ -55,7 +55,7 @@ def run(command: Sequence[str], *, host: int, hosts: int, ranks: int, timeouts: 
         codes = [3 if code in (-signal.SIGTERM, -signal.SIGINT) else code for code in codes]
     if all(code in (0, 3) for code in codes):
         return max(codes)
-    return 2 if 2 in codes else 1
+    return next((code for code in (2, 4) if code in codes), 1)
 
 
 def _rank(command: Sequence[str], rank: int, local: int, hosts: int, ranks: int) -> Child:
