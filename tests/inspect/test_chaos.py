@@ -20,7 +20,7 @@ from bessemer.core.errors import ConfigError, RequestError
 from bessemer.core.job_file import dump_job
 from bessemer.inspect.chaos import Commits
 from bessemer.inspect.chaos_faults import Plan, Schedule, read_plan
-from bessemer.inspect.chaos_target import Standing, child_running, is_child
+from bessemer.inspect.chaos_target import FLIPS, Standing, child_running, flip_bits, is_child
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -129,6 +129,7 @@ def test_the_records_say_who_is_active_leads_and_waits(tmp_path: Path) -> None:
 
     tell(*events)
     assert (who("active"), who("leader"), who("spare"), who(3), who(9)) == ([0, 1, 2, 3], [0, 1], [4, 5], [3], [])
+    assert who("every") == who("active")
     (tmp_path / "metrics.jsonl").write_text('{"step": 6, "t": 1}\n{"step": 7, "t": 2}\n{"step": 8')
     tell({"event": "rank_lost", "rank": 1, "group": 0}, {"event": "group_lost", "group": 0})
     assert (standing.step, who("active"), who("leader"), who(1)) == (7, [2, 3], [2, 3], [])
@@ -149,6 +150,20 @@ def test_only_our_own_children_are_hit() -> None:
         finally:
             child.send_signal(signal.SIGKILL)
     assert not is_child(child.pid, os.getpid()) and child_running(os.getpid(), "some.module") is None
+
+
+def test_flips_reach_both_generations_of_the_memory() -> None:
+    size = 2 * 40_960
+    descriptor = os.memfd_create("test-flips")
+    try:
+        os.write(descriptor, bytes(size))
+        assert flip_bits(os.getpid(), "memfd:test-flips") and not flip_bits(os.getpid(), "memfd:no-such")
+        changed = [at for at, byte in enumerate(os.pread(descriptor, size, 0)) if byte]
+    finally:
+        os.close(descriptor)
+    assert len(changed) == 2 * FLIPS
+    first, second = changed[:FLIPS], changed[FLIPS:]
+    assert first[0] >= size // 4 and first[-1] < size // 2 and second[0] >= 3 * size // 4
 
 
 # ---- what it cost
@@ -234,3 +249,18 @@ def test_a_run_under_chaos_ends_with_the_bits_of_its_control(tmp_path: Path) -> 
     assert len(found.control_step_s) == len(found.control_effective_time) in (1, 2)
     assert found.as_json()["effective_time"] == found.effective_time
     assert "bit for bit" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_damaged_copy_is_passed_over_when_all_are_lost(tmp_path: Path) -> None:
+    """Bits change in the memory's copies, then every rank is killed: the run starts again in place, from disk."""
+    faults = tmp_path / "faults.toml"
+    faults.write_text(
+        '[[fault]]\nkind = "flip"\nat_step = 20\n[[fault]]\nkind = "kill"\nrank = "every"\nat_step = 20\n'
+    )
+    job = chaos_job(tmp_path, memory_every=2, restarts=3, spares=0)
+    found = api.chaos(str(job), faults=str(faults), runs=str(tmp_path / "chaos"))
+    assert found.finished and found.bitwise_equal and found.restarts == 0
+    assert found.steps_lost >= 1  # back to the checkpoint of step 15
+    assert [fault["skipped"] for fault in found.faults] == ["", ""]

@@ -4,7 +4,7 @@
 
     [[fault]]
     kind = "kill"             # or a list, of which one is drawn each time
-    rank = "active"           # a number, "active", "leader" or "spare"; for faults of ranks
+    rank = "active"           # for faults of ranks: a number, "active", "leader", "spare", or "every" active one
     every_s = 60              # or at_step = 40, or at_s = 12.5: seconds since the first step was committed
     spread = 0.2              # of every_s: each gap is drawn between 48 and 72 s
     times = 3                 # of every_s: no more than so many
@@ -38,10 +38,11 @@ KINDS = {
     "slow": "a rank stands still for the part `duty` of each half second, for for_s seconds",
     "coordinator": "SIGKILL to the coordinator",
     "vault": "SIGKILL to the vault, which writes the checkpoints",
+    "flip": "bits change in the vault's memory, which holds the copies of the state",
     "disk-full": "the vault can write no file of more than 4 KiB for for_s seconds",
 }
 OF_RANKS = ("kill", "term", "stop", "slow")
-WHO = ("active", "leader", "spare")
+WHO = ("active", "leader", "spare", "every")
 _WHEN = ("at_step", "at_s", "every_s")
 
 

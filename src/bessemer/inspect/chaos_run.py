@@ -19,7 +19,7 @@ from bessemer.core.errors import BessemerError, RequestError
 from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
 from bessemer.inspect.chaos_faults import OF_RANKS, Fault, Plan, Schedule
-from bessemer.inspect.chaos_target import Standing, child_running, is_child
+from bessemer.inspect.chaos_target import Standing, child_running, flip_bits, is_child
 
 __all__ = ["ChaosRun", "Thrown"]
 
@@ -31,6 +31,7 @@ WAIT_FOR_TARGET_S = 30.0
 """How long a fault waits for its target: a spare may be starting."""
 HALF_S = 0.5
 FULL_BYTES = 4096
+VAULT_MEMORY = "memfd:bessemer-vault"
 COORDINATOR, VAULT = "bessemer.keep.coordinate", "bessemer.keep.vault"
 
 
@@ -148,6 +149,8 @@ class ChaosRun:
             found = [rank for rank in self._standing.candidates(fault.rule.rank) if is_child(rank.pid, agent)]
             if not found:
                 return False
+            if fault.rule.rank == "every":
+                return sum(_hit(fault, rank.pid, agent) for rank in found) > 0
             rank = found[int(fault.draw * len(found))]
             thrown.rank, thrown.group = rank.number, rank.group
             thrown.leader = rank.group in self._standing.active[:1]
@@ -159,6 +162,8 @@ class ChaosRun:
 def _hit(fault: Fault, pid: int, agent: int) -> bool:
     rule = fault.rule
     with contextlib.suppress(ProcessLookupError):
+        if fault.kind == "flip":
+            return flip_bits(pid, VAULT_MEMORY)
         if fault.kind == "slow":
             _later(0.0, _slow_down, pid, agent, rule.duty, rule.for_s)
         elif fault.kind == "disk-full":
