@@ -254,7 +254,8 @@ def test_a_run_whose_folder_was_deleted_keeps_its_sockets(tmp_path: Path) -> Non
     with AgentProcess(job, ENDLESS) as agent:
         until(lambda: len(list(folder.metrics())) > 3, "some steps")
         first = workplace(folder)
-        shutil.rmtree(folder.path)
+        folder.path.rename(tmp_path / "gone")  # at once: the run still makes files while others are removed
+        shutil.rmtree(tmp_path / "gone", ignore_errors=True)
         assert run(job.model_copy(update={"train": job.train}), options(STEPS)) == 0
         assert first.exists()
         agent.signal(signal.SIGKILL)
