@@ -11,7 +11,7 @@ from remains_builder import enqueue
 
 from bessemer.inspect.flight_links import LinkMeter
 from bessemer.inspect.flight_meter import RankMeter, processor_s
-from bessemer.inspect.flight_tail import BoxTail, TailOperation
+from bessemer.inspect.flight_tail import BoxTail, TailMark, TailOperation
 from bessemer.runtime.phases import Phases
 from bessemer.runtime.recorder import Recorder
 
@@ -170,3 +170,10 @@ def test_the_two_ends_of_a_message_are_one_transfer() -> None:
     (sample,) = links.samples(1, 0.0, 1)
     assert (sample.kind, sample.groups) == ("pipeline send", ((0, 1),))
     assert sample.transfer_s.tolist() == [pytest.approx(0.25)]
+
+
+def test_a_phase_whose_end_was_overwritten_is_over(tmp_path: Path) -> None:
+    meter = RankMeter(tmp_path / "rank-0")
+    for at, (phase, begins) in enumerate([("evaluate_s", True), ("forward_s", True), ("forward_s", False)]):
+        meter._take(TailMark(float(at), 3, phase, begins, depth=1))
+    assert meter.doing == ()

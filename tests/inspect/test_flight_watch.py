@@ -82,14 +82,35 @@ def test_what_earlier_attempts_left_is_not_told(tmp_path: Path) -> None:
     assert run.turn() == []
 
 
-def test_evictions_are_asked_for_only_where_the_job_says_so_and_few(tmp_path: Path) -> None:
-    run = Run(tmp_path, inspect={"flight": "evict"}, keep={"restarts": 1})
+@pytest.mark.parametrize(
+    ("keep", "evicted"), [({"mode": "zero-interruption"}, 3), ({"restarts": 1}, 0)], ids=["elastic", "restarting"]
+)
+def test_evictions_are_few_and_only_where_they_help(tmp_path: Path, keep: dict[str, Any], evicted: int) -> None:
+    """All ranks starting again in place could load what a bad copy has saved."""
+    run = Run(tmp_path, inspect={"flight": "evict"}, keep=keep)
+    run.event("epoch", active=[0, 1, 2, 3])
     for step in range(1, 6):
         hashes = ["1"] * 4
         hashes[step % 4] = "2"
         run.event("parameters", step=step, ranks=[0, 1, 2, 3], hashes=hashes)
     assert len(run.turn()) >= 4
-    assert len(run.evicted) == 3
+    assert len(run.evicted) == evicted
+
+
+def test_full_experts_are_no_reason_to_evict(tmp_path: Path) -> None:
+    run = Run(tmp_path, inspect={"flight": "evict"}, keep={"mode": "zero-interruption"})
+    run.job = run.watch.job = run.job.model_copy(update={"layout": run.job.layout.model_copy(update={"ep": 2})})
+    slow = Finding(kind="slow_rank", t=1.0, step=20, ranks=(2,), hosts=("h",), score=9.0, excess=0.35, text="slow",
+                   advice="evict", evidence=())  # fmt: skip
+    run.watch._pass_on(slow)
+    assert [f.advice for f in run.told] == ["watch"] and run.evicted == [] and "experts" in run.told[0].text
+
+
+def test_a_watch_that_was_paused_itself_blames_nobody(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.watch._stopped_since = {2: 0.0}
+    run.watch.resumed(100.0)
+    assert run.watch._stopped_since == {} and run.watch._times.last == 100.0
 
 
 def test_a_group_that_the_vote_put_out_is_told(tmp_path: Path) -> None:

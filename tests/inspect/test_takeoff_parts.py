@@ -22,8 +22,10 @@ from bessemer.inspect.takeoff_history import (
     write_checksums,
 )
 from bessemer.inspect.takeoff_patrol import Rule, out_of_service, slower_than_before
+from bessemer.inspect.takeoff_records import Hello
 from bessemer.inspect.takeoff_rounds import partners, rounds, sample
 from bessemer.inspect.takeoff_verdict import Finding
+from bessemer.inspect.takeoff_worker import _leader
 from bessemer.runtime.disk import measure_disk, nearest_folder
 from bessemer.runtime.links import Link, read_links
 from bessemer.runtime.nvml import read_gpus
@@ -205,7 +207,8 @@ def test_links_of_a_sysfs_tree(tmp_path: Path) -> None:
 
 
 class _Library:
-    """In the place of libnvidia-ml: two GPUs, of which the second has fallen off the bus."""
+    """In the place of libnvidia-ml: three GPUs, of which the second has fallen off the bus and the third is another
+    job's."""
 
     def __init__(self) -> None:
         self.values = {
@@ -216,9 +219,9 @@ class _Library:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> int:
             if name == "nvmlDeviceGetCount_v2":
-                arguments[0]._obj.value = 2
+                arguments[0]._obj.value = 3
             elif name == "nvmlDeviceGetHandleByIndex_v2":
-                return 15 if arguments[0] == 1 else 0  # NVML_ERROR_GPU_IS_LOST
+                return (0, 15, 4)[arguments[0]]  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_NO_PERMISSION
             elif name == "nvmlDeviceGetNvLinkState":
                 if arguments[1] >= 4:
                     return 3  # NVML_ERROR_NOT_SUPPORTED
@@ -234,10 +237,10 @@ class _Library:
 
 
 def test_gpus_of_the_drivers_library() -> None:
-    first, second = read_gpus(_Library())
+    first, second, third = read_gpus(_Library())
     assert first == {"index": 0, "temperature_c": 64, "ecc_uncorrected": 2, "slowdowns": 64, "pcie_width": 16,
                      "nvlinks_up": 3, "nvlinks": 4}  # fmt: skip
-    assert second == {"index": 1, "lost": 1}
+    assert second == {"index": 1, "lost": 1} and third == {"index": 2}
 
 
 def test_a_disk_is_measured_where_the_folder_will_be(tmp_path: Path) -> None:
@@ -256,3 +259,12 @@ def test_records_survive_json() -> None:
     whole = fleet(3, ranks=2)
     assert type(whole).model_validate_json(whole.model_dump_json()) == whole
     assert json.loads(whole.model_dump_json())["rounds"] == [3, 3]
+
+
+def test_ranks_dealt_to_hosts_in_turn_stay_with_their_host() -> None:
+    dealt = {0: ("a", 0), 1: ("b", 0), 2: ("a", 1), 3: ("b", 1)}
+    in_a_row = {0: ("a", 0), 1: ("a", 1), 2: ("b", 0), 3: ("b", 1)}
+    same_name = {0: ("a", 0), 1: ("a", 1), 2: ("a", 0), 3: ("a", 1)}  # as in tests: two hosts of one name
+    for ranks, leaders in ((dealt, [0, 1, 0, 1]), (in_a_row, [0, 0, 2, 2]), (same_name, [0, 0, 2, 2])):
+        hello = {rank: Hello(rank=rank, local_rank=local, name=name) for rank, (name, local) in ranks.items()}
+        assert [_leader(rank, hello) for rank in hello] == leaders

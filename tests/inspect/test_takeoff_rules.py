@@ -225,3 +225,23 @@ def test_spares_take_the_places_of_bad_hosts() -> None:
 
 def test_needed_files_grow_with_the_job() -> None:
     assert needed_files(1) < 1024 < needed_files(1000)
+
+
+def test_cards_of_one_host_may_differ() -> None:
+    """Two fast cards and a slow one, and of three ports one in use: alone nobody says that this is wrong."""
+    one = fleet(1, ranks=2)
+    speeds = {"eno1": "1000", "ens1": "25000", "ens2": "25000"}
+    cards = [LinkState(kind="net", name=n, fields={"state": "up", "mbit_per_s": m}) for n, m in speeds.items()]
+    assert [f.bad for f in found(with_host(one, 0, links=tuple(cards)))] == [False]
+    ports = [LinkState(kind="net", name=n, fields={"state": s}) for n, s in (("a", "down"), ("b", "down"), ("c", "up"))]
+    assert not found(with_host(one, 0, links=tuple(ports)))
+
+
+def test_what_a_process_may_raise_by_itself_is_no_fault(sound: Fleet) -> None:
+    limits = {**sound.hosts[BAD].limits, "open_files": 600}
+    assert [f.bad for f in found(with_host(sound, BAD, limits={**limits, "hard_open_files": 524_288}))] == [False]
+    assert [f.bad for f in found(with_host(sound, BAD, limits={**limits, "hard_open_files": 600}))] == [True]
+
+
+def test_a_better_link_than_others_have_is_no_fault(sound: Fleet) -> None:
+    assert not found(_port(sound, rate="800 Gb/sec (4X XDR)"))

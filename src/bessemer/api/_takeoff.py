@@ -191,7 +191,10 @@ def _judged(asked: _Asked, fleet: Fleet, watch: _Watch | None) -> Takeoff:
     stored = read_checksums(file)
     findings = judge(fleet, stored, asked.floors)
     hosts = [state.host for state in fleet.hosts]
-    write_checksums(file, checksums_after(fleet, stored), hosts)
+    try:
+        write_checksums(file, checksums_after(fleet, stored), hosts)
+    except OSError as error:
+        print(f"take-off: the answers are not kept: {file}: {error.strerror}", file=sys.stderr)
     out: list[str] = []
     if watch is not None:
         findings += slower_than_before(fleet, watch.history)
@@ -225,7 +228,12 @@ def before_training(job: Job, spec: ModelSpec, launch: Launch | None) -> tuple[i
     fleet = check_rank(asked.request, site)
     if fleet is None:
         return agree(site, None), site
-    return agree(site, _told(_judged(asked, fleet, None))), site
+    try:
+        code = _told(_judged(asked, fleet, None))
+    except BaseException:
+        agree(site, 1)  # nobody waits for a verdict that won't come
+        raise
+    return agree(site, code), site
 
 
 def _told(result: Takeoff) -> int:
@@ -268,7 +276,9 @@ def _need(job: Job, spec: ModelSpec) -> int:
     each = parameter_counts(spec).total_with_mtp * (MASTER_BYTES + moment_bytes(job.precision.moments))
     folder = job.run.folder.expanduser() / "checkpoints"
     there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
-    return int(max(each, (job.keep.keep_last + 1) * each - there))
+    written = job.train.steps // job.keep.every + 1 if job.keep.every else 1
+    for_ever = job.train.steps // job.keep.keep_every if job.keep.keep_every else 0
+    return int(max(each, (min(job.keep.keep_last + 1, written) + for_ever) * each - there))
 
 
 def _kind_here() -> str:

@@ -7,6 +7,7 @@ any other host by its phases, less what they waited in operations.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ LEADERS_PHASES = ("evaluate_s", "checkpoint_s")
 """What one rank may do while others don't, between two steps."""
 KEPT_STEPS = 512
 KEPT_CLOCKS = 64
-PAGE_BYTES = 4096
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,11 @@ class RankMeter:
             self._close_step(mark)
         if self._open is not None and self._stack:
             self._count(self._stack[-1], self._since_s, mark.at_s)
+        del self._stack[mark.depth - 1 :]  # also phases whose end was overwritten before it was read
         if mark.begins:
             self._stack.append(mark.phase)
             if mark.phase == "data_s" and self._open is not None:
                 self._open.batches += 1
-        elif self._stack:
-            self._stack.pop()
         self._since_s = mark.at_s
 
     def _count(self, phase: str, begin_s: float, end_s: float) -> None:
@@ -174,8 +174,9 @@ def processor_s(pid: int) -> float:
 
 
 def memory_bytes(pid: int) -> float:
-    """Resident memory of a process; NaN where it is gone."""
+    """Resident memory of a process without mapped files, such as token shards; NaN where it is gone."""
     try:
-        return float(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+        return float((int(resident) - int(shared)) * PAGE_BYTES)
     except OSError:
         return float("nan")

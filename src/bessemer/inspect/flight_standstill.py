@@ -86,7 +86,9 @@ def python_stack(pid: int, log: Path, *, within_s: float = 0.5) -> list[str]:
         time.sleep(_POLL_S)
         if log.exists():
             before = len(text)
-            text = log.read_bytes()[start:].decode(errors="replace")
+            with log.open("rb") as file:  # it may be large
+                file.seek(start)
+                text = file.read().decode(errors="replace")
             if text and len(text) == before:
                 break
     return _main_thread(text)

@@ -27,12 +27,14 @@ STEP_LANE = "step"
 
 @dataclass(frozen=True)
 class TailMark:
-    """A phase of the step's thread that begins or ends, at seconds of the rank's monotonic clock. step: -1 unknown."""
+    """A phase of the step's thread that begins or ends, at seconds of the rank's monotonic clock. step: -1 unknown.
+    depth: 1 for an outermost phase."""
 
     at_s: float
     step: int
     phase: str
     begins: bool
+    depth: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class BoxTail:
             return None
         if self._named("lane", lane).get("name") != STEP_LANE:
             return None
-        return TailMark(at_s, step, self._named("phase", phase).get("name", "unlisted"), kind == ring.BEGIN)
+        name = self._named("phase", phase).get("name", "unlisted")
+        return TailMark(at_s, step, name, kind == ring.BEGIN, ring.MARK.unpack(raw)[10])
 
     def _finished(self) -> Iterator[TailOperation]:
         """Those whose end has been written by now; one whose slot another has taken is forgotten."""

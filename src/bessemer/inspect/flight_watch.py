@@ -55,6 +55,7 @@ LEADERS_WORK_S = 600.0
 """An evaluation or a checkpoint may keep the others waiting for this long."""
 EVICTIONS = 3
 """No more are asked for in one attempt: what goes on after that isn't a rank's fault."""
+PAUSE_S = 5.0
 CONNECT_S = 30.0
 KEPT_LENGTHS = 200
 
@@ -127,6 +128,11 @@ class FlightWatch:
                 self._stand_still(now_s)
                 return
 
+    def resumed(self, now_s: float) -> None:
+        """The watch itself stood still, so that what it saw before says nothing of the ranks."""
+        self._times.last = now_s
+        self._stopped_since.clear()
+
     def turn(self, now_s: float) -> None:
         """Take in what is new everywhere."""
         for event in self._events.new():
@@ -150,8 +156,12 @@ class FlightWatch:
             self._pass_on(finding)
 
     def _pass_on(self, finding: Finding) -> None:
+        if finding.kind == "slow_rank" and self.job.layout.ep > 1:
+            finding = replace(finding, advice="watch", text=f"{finding.text}; its experts may just be fuller")
         self._tell(finding)
-        if self.job.inspect.flight == "evict" and finding.advice == "evict" and not self._over:
+        # all ranks starting again in place would find a slow rank where it was, and load what a bad copy has saved
+        helps = self._elastic or finding.kind in ("hang", "stopped")
+        if self.job.inspect.flight == "evict" and finding.advice == "evict" and helps and not self._over:
             for rank in finding.ranks[: EVICTIONS - self._evicted]:
                 self._evicted += 1
                 self._evict(rank, finding.text)
@@ -309,16 +319,19 @@ def main() -> int:
 
 
 def _run(watch: FlightWatch, link: socket.socket) -> None:
-    turned_s = 0.0
+    turned_s, done_s = 0.0, time.monotonic()
     while True:
         readable, _, _ = select.select([link], [], [], LOOK_S)
         if readable and not link.recv(1 << 16):
             return
         now_s = time.monotonic()
+        if now_s - done_s > PAUSE_S:  # a container or machine that was paused: its clock goes on
+            watch.resumed(now_s)
         watch.look(now_s)
         if now_s - turned_s >= TURN_S:
             watch.turn(now_s)
             turned_s = now_s
+        done_s = time.monotonic()
 
 
 def _connected(path: Path) -> socket.socket | None:

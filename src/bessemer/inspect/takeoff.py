@@ -1,6 +1,6 @@
 """The take-off check of this host: starts its ranks, judges what they found. Imports no torch: the ranks do.
 
-fleet = check_host_here(request, ranks=4)
+fleet = check_this_host(request, ranks=4)
 takeoff = Takeoff(fleet, verdict)            # what `bessemer takeoff` prints
 """
 

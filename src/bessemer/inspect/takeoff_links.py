@@ -15,6 +15,7 @@ __all__ = ["gpu_findings", "link_findings", "pair_findings"]
 SPEED_DROP, LATENCY_DROP = 0.25, 0.50
 """Shares of the median of links of the same kind (NVIDIA's resiliency extension calls a rank slow at 0.75)."""
 _COMPARED = {"pci": ("width", "speed"), "net": ("state", "mbit_per_s"), "ib": ("state", "physical", "rate")}
+_WORKING = ("up", "active", "linkup")
 _GPU_BAD = {
     "lost": "the driver can't reach it",
     "ecc_uncorrected": "uncorrectable memory errors since the last reset",
@@ -40,11 +41,28 @@ def link_findings(fleet: Fleet) -> Iterator[Finding]:
                     continue  # it falls when the GPU has nothing to do
                 usual = majority({who: fields[name] for who, fields in others.items() if name in fields})
                 own = link.fields.get(name, "nothing")
-                if len(others) >= LEAST and usual is not None and own != usual:
-                    yield Finding(host, "link", True, f"{link.name}: {name} {own}, not {usual} as most have")
+                if len(others) >= LEAST and usual is not None and _worse(name, own, usual):
+                    bad = several or link.kind == "pci"  # cards of one host may differ on purpose
+                    yield Finding(host, "link", bad, f"{link.name}: {name} {own}, not {usual} as most have")
             yield from _alone(host, link, compared=len(others) >= LEAST)
     if several:
         yield from _vanished(of_host)
+
+
+def _worse(name: str, own: str, usual: str) -> bool:
+    """More than most have is no fault, nor is a port that is up where most are not used."""
+    if own == usual or (name in ("state", "physical") and own.lower() in _WORKING):
+        return False
+    here, there = _number(own), _number(usual)
+    return here is None or there is None or here < there
+
+
+def _number(text: str) -> float | None:
+    """What a field such as "16.0 GT/s PCIe" begins with."""
+    try:
+        return float(text.split(maxsplit=1)[0])
+    except (ValueError, IndexError):
+        return None
 
 
 def _same_link(of_host: Mapping[str, Mapping[Place, LinkState]], key: Place) -> dict[str, dict[str, str]]:

@@ -261,10 +261,16 @@ def _limits(fleet: Fleet) -> Iterator[Finding]:
     for state in fleet.hosts:
         files, need = state.limits.get("open_files", -1), needed_files(world_size)
         if 0 <= files < need:
-            yield Finding(state.host, "limit", True, f"{files} open files allowed, {need} needed: ulimit -n {need}")
+            most = state.limits.get("hard_open_files", files)
+            what = f"{files} open files allowed, {need} needed: ulimit -n {need}"
+            yield Finding(state.host, "limit", 0 <= most < need, what)
         yield from _shared_memory(fleet, state)
         locked = state.limits.get("locked_bytes", -1)
-        if locked >= 0 and any(link.kind == "ib" for link in state.links):
+        if (
+            locked >= 0
+            and _on_gpus(fleet, state)
+            and any(link.kind == "ib" and link.fields.get("state") == "ACTIVE" for link in state.links)
+        ):
             what = (
                 f"only {format_bytes(locked)} may be locked, which InfiniBand needs without limit: ulimit -l unlimited"
             )
@@ -277,10 +283,13 @@ def _limits(fleet: Fleet) -> Iterator[Finding]:
 
 def _shared_memory(fleet: Fleet, state: HostState) -> Iterator[Finding]:
     shared, need = state.limits.get("shared_bytes", -1), SHARED_BYTES_PER_RANK * len(state.ranks)
-    on_gpus = any(rank.kind != "cpu" for rank in fleet.ranks if rank.rank in state.ranks)
-    if on_gpus and len(state.ranks) > 1 and 0 <= shared < need:
+    if _on_gpus(fleet, state) and len(state.ranks) > 1 and 0 <= shared < need:
         what = f"{format_bytes(shared)} free in /dev/shm, {format_bytes(need)} needed by {len(state.ranks)} ranks"
         yield Finding(state.host, "limit", True, what)
+
+
+def _on_gpus(fleet: Fleet, state: HostState) -> bool:
+    return any(rank.kind != "cpu" for rank in fleet.ranks if rank.rank in state.ranks)
 
 
 def _collectives(fleet: Fleet) -> Iterator[Finding]:

@@ -129,7 +129,7 @@ def _last_seen(rank: int, hello: dict[int, Hello]) -> str:
 def _hosts(site: Site, hello: dict[int, Hello], usual: int) -> list[HostState]:
     """All hosts in order of rank. Two that bear one name, as in tests, are told apart by their first rank; of a host
     that gave no answer only its ranks are known."""
-    first = {r: r - hello[r].local_rank if r in hello else r - r % usual for r in range(site.world_size)}
+    first = {r: _leader(r, hello) if r in hello else r - r % usual for r in range(site.world_size)}
     leaders = sorted(set(first.values()))
     names = {at: hello[at].name if at in hello else f"host-of-rank-{at}" for at in leaders}
     doubled = {name for name in names.values() if list(names.values()).count(name) > 1}
@@ -143,6 +143,17 @@ def _hosts(site: Site, hello: dict[int, Hello], usual: int) -> list[HostState]:
         )
         found.append(state.model_copy(update={"host": label, "ranks": ranks}))
     return found
+
+
+def _leader(rank: int, hello: dict[int, Hello]) -> int:
+    """The first rank of this one's host: where hosts have ranks in a row, so many ranks before it; where ranks are
+    dealt to the hosts in turn, the nearest before it that is the first of a host of that name."""
+    own, in_a_row = hello[rank], rank - hello[rank].local_rank
+    there = hello.get(in_a_row)
+    if there is not None and (there.name, there.local_rank) == (own.name, 0):
+        return in_a_row
+    firsts = [r for r, other in hello.items() if (other.name, other.local_rank) == (own.name, 0) and r <= rank]
+    return max(firsts, default=in_a_row)
 
 
 def _exchange(device: Device, site: Site, request: Request, hosts: Sequence[Sequence[int]]) -> Exchanged:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bessemer.core.errors import BessemerError
-
 __all__ = ["Answer"]
 
 LEAST_S = 10.0
@@ -51,7 +49,7 @@ class Answer:
         start = time.thread_time()
         try:
             self.value, self.why = self._ask(), ""
-        except (BessemerError, OSError) as error:
-            self.value, self.why = None, str(getattr(error, "message", error))
+        except Exception as error:  # a run of another version, say: the page goes on without, and doesn't ask at once
+            self.value, self.why = None, str(getattr(error, "message", f"{type(error).__name__}: {error}"))
         self._of = state
         self._not_before_s = time.monotonic() + max(LEAST_S, (time.thread_time() - start) / SHARE)

@@ -15,6 +15,7 @@ from typing import Any
 __all__ = ["SLOWDOWNS", "open_library", "read_gpus"]
 
 _LIBRARY = "libnvidia-ml.so.1"
+_GPU_IS_LOST = 15
 _SUCCESS, _GPU_SENSOR, _UNCORRECTED, _VOLATILE = 0, 0, 1, 0
 _MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS
 SLOWDOWNS = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
@@ -44,8 +45,9 @@ def read_gpus(library: Any = None) -> list[dict[str, int]]:
 
 def _gpu(library: Any, index: int) -> dict[str, int]:
     handle = ctypes.c_void_p()
-    if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != _SUCCESS:
-        return {"index": index, "lost": 1}  # it fell off the bus
+    code = library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+    if code != _SUCCESS:  # most often this process may not use it: it is another job's
+        return {"index": index, "lost": 1} if code == _GPU_IS_LOST else {"index": index}
     found = {"index": index}
     asked: dict[str, tuple[Callable[..., int], tuple[int, ...], type[Any]]] = {
         "temperature_c": (library.nvmlDeviceGetTemperature, (_GPU_SENSOR,), ctypes.c_uint),

@@ -42,6 +42,9 @@ class StepProfiler:
         self.folder, self.rank = folder, rank
         self._every, self._keep, self._device = section.trace_every, section.traces, device
         self._file = folder / ASK_FILE if section.trace_on == "file" else None
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)  # so that the file can be touched
         self._asked_at = self._touched()
         self._signalled = False
         if section.trace_on == "signal" and threading.current_thread() is threading.main_thread():

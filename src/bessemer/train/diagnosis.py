@@ -32,6 +32,8 @@ from bessemer.train.state import FALL_BACK_PREFIX, HISTORY_PREFIX
 __all__ = ["refuse_non_finite_state", "stop_non_finite"]
 
 _LATEST = 1 << 40
+_PIECE = 1 << 24
+"""Numbers looked at together: of a whole embedding the answers would fill a tight GPU."""
 """Above any number of submodules that a forward pass runs."""
 PARAMETER, FORWARD, GRADIENT, SUM = 4, 3, 2, 1
 _NOT_AGAIN = ", and no pass gives a bad value when it is run again"
@@ -189,9 +191,13 @@ def _made_by(call: Call | None) -> str:
 
 def _first_bad(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
     for name, tensor in named:
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+        if tensor is not None and not _is_finite(tensor.reshape(-1)):
             return name
     return None
+
+
+def _is_finite(flat: torch.Tensor) -> bool:
+    return all(bool(flat[at : at + _PIECE].isfinite().all()) for at in range(0, flat.numel(), _PIECE))
 
 
 def _latest_bad(module: nn.Module, gradients: Mapping[str, torch.Tensor]) -> tuple[int, str, str] | None:
