@@ -287,9 +287,13 @@ def test_a_job_gives_the_request(alone: Path) -> None:
     job.write_text(
         f'[run]\ndir = "{alone}"\n[layout]\ndp = 4\n[train]\nmicro_batch = 4\n[machine]\ngpus_per_node = 2\n'
     )
-    asked = _takeoff._asked(str(job), [], None, None)
+    asked = _takeoff._asked(str(job), ["train.steps=400"], None, None)
     assert (asked.places, asked.ranks, asked.request.run_folder) == (2, 2, str(alone / "run"))
     assert asked.request.need_bytes == 4 * 12 * 5_770_496, "four checkpoints of parameters and two moments in float32"
+    for sets, checkpoints in ((["train.steps=90"], 2), (["train.steps=400", "keep.every=0"], 1),
+                              (["train.steps=400", "keep.keep_every=200"], 6)):  # fmt: skip
+        need = _takeoff._asked(str(job), sets, None, None).request.need_bytes
+        assert need == checkpoints * 12 * 5_770_496, sets
     assert len(asked.request.facts["job"]) == 16
 
 

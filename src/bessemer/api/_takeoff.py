@@ -276,7 +276,7 @@ def _need(job: Job, spec: ModelSpec) -> int:
     each = parameter_counts(spec).total_with_mtp * (MASTER_BYTES + moment_bytes(job.precision.moments))
     folder = job.run.folder.expanduser() / "checkpoints"
     there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
-    written = job.train.steps // job.keep.every + 1 if job.keep.every else 1
+    written = -(-job.train.steps // job.keep.every) if job.keep.every else 1
     for_ever = job.train.steps // job.keep.keep_every if job.keep.keep_every else 0
     return int(max(each, (min(job.keep.keep_last + 1, written) + for_ever) * each - there))
 
