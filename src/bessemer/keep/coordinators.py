@@ -41,7 +41,7 @@ class Post:
 
     @property
     def runs(self) -> bool:
-        return self.child is not None and self.child.exit_code() is None
+        return self.child is not None and not self.child.has_ended()
 
 
 class Coordinators:

@@ -32,8 +32,7 @@ CONTROL = "agent.json"
 SEEK_S = 0.05
 WATCH_S = 0.2
 """Between two looks at the ranks' states, and two signs of life to the coordinator."""
-LEASE_S = 1.5
-LEADERS_WORK_S = 600.0
+LEASE_S, LEADERS_WORK_S = 1.5, 600.0
 _METRICS_KEPT = 64
 _LEADERS_WORK = ("evaluating", "saving", "waiting for the last checkpoint")
 QUICK_DEATHS = 3
@@ -185,12 +184,15 @@ class ElasticAgent(Agent):
         """Every group tells of each step; what counts is the word of the one that leads, whose records have more. Of
         a step that it didn't live to tell of, that of another."""
         if number is None or number // self.block != min(self._active, default=-1):
-            self._others_metrics[int(record["step"])] = record
-            for step in sorted(self._others_metrics)[:-_METRICS_KEPT]:
-                del self._others_metrics[step]
+            self._keep_metric(record)
         elif int(record["step"]) > self.journal.step:
             self._tell_missing(int(record["step"]) - 1)
             self.journal.metric(record)
+
+    def _keep_metric(self, record: dict[str, Any]) -> None:
+        self._others_metrics[int(record["step"])] = record
+        for step in sorted(self._others_metrics)[:-_METRICS_KEPT]:
+            del self._others_metrics[step]
 
     def _tell_missing(self, last: int) -> None:
         """Steps up to `last` that are true, and that no leader has told of."""
@@ -364,6 +366,8 @@ class ElasticAgent(Agent):
         self._later(self.timeouts.stop_s, lambda: self._kill(why))
 
     def _on_coordinator_end(self, post: Post) -> None:
+        if post.runs:  # of the one before it
+            return
         code = None if post.child is None else post.child.exit_code()
         if self._finished or not any(post is own for own in self.coordinators.posts):  # ended by us
             return

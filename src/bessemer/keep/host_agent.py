@@ -195,6 +195,8 @@ class HostAgent(ElasticAgent):
 
     def _on_coordinator_end(self, post: Post) -> None:
         """Of the process on this host, which may have been a standby."""
+        if post.runs:  # of the one before it
+            return
         self.coordinators.on_end(post)
         code = None if post.child is None else post.child.exit_code()
         if code and self.coordinators.link is None and not self._finished:
@@ -246,7 +248,7 @@ class HostAgent(ElasticAgent):
     def _take_metric(self, number: int | None, record: dict[str, Any]) -> None:
         """All are kept for a while, in case that what was told of them is lost with another host."""
         super()._take_metric(number, record)
-        self._others_metrics[int(record["step"])] = record
+        self._keep_metric(record)
 
     def _tell_kept(self) -> None:
         """To the agent that writes, which may be this one: it leaves out what it has."""

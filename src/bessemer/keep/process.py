@@ -80,6 +80,12 @@ class Child:
             self.close_input()
         return code
 
+    def has_ended(self) -> bool:
+        """Whether it has, or was never started; without reaping it, since who watches the pidfd must hear of it."""
+        if self.pidfd < 0:
+            return True
+        return os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def wait(self, timeout_s: float) -> int | None:
         """The exit code, or None when it still runs after `timeout_s`."""
         try:

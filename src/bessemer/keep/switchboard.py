@@ -80,7 +80,10 @@ class Switchboard:
                     self._read(key.data)
 
     def _accept(self) -> None:
-        link, _ = self._server.accept()
+        try:
+            link, _ = self._server.accept()
+        except OSError:  # it is gone already, or there is no room for it now
+            return
         link.setblocking(False)
         peer = Peer(link, secrets.token_hex(16), heard=time.monotonic())
         self._peers.add(peer)

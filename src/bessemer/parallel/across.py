@@ -4,7 +4,7 @@ Each rank has a process group of its own epoch with the ranks at the same place 
 gloo (measured with torch 2.13) decides how it is used:
 - `abort` does nothing, a stopped peer holds an operation for its whole timeout, and destroying a group joins its
   threads: so operations are polled, and a group that is given up goes to a graveyard with the buffers that it may still
-  write to, until the process ends.
+  write to, until its operations have run into their timeout.
 - making a group with a dead member blocks as long, and on a shared device it blocks the next one too: so each is made
   in a thread of its own, on a device of its own, and simply left there when a newer epoch has come.
 - a rank that drops its group sets free the others that wait for it.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,7 +28,30 @@ __all__ = ["Across", "GivenUp", "Link", "connect_gloo", "connect_nccl"]
 
 _POLL_S = 0.0005
 _LONGEST_POLL_S = 0.005
-_GRAVEYARD: list[object] = []
+
+
+@dataclass(eq=False)
+class _Buried:
+    """A link and buffers to which `works` may still write."""
+
+    held: list[object]
+    works: list[Any]
+
+
+_GRAVEYARD: list[_Buried] = []
+
+
+def _sweep() -> None:
+    """Let go of what no operation writes to any more: each ends with its timeout at the latest."""
+    over = [buried for buried in _GRAVEYARD if all(work.is_completed() for work in buried.works)]
+    _GRAVEYARD[:] = [buried for buried in _GRAVEYARD if buried not in over]
+    if over:
+        _end(over)
+
+
+def _end(things: list[Any]) -> None:
+    """Let go of them in a thread, since a group's end may block; nobody else may hold them any more."""
+    threading.Thread(target=things.clear, name="bessemer-drop", daemon=True).start()
 
 
 class GivenUp(Exception):
@@ -72,11 +96,9 @@ class _Gloo:
         return True
 
     def drop(self, *, hangs: bool) -> None:
-        groups, self._group = [self._group], None
-        if hangs:
-            _GRAVEYARD.append(groups)
-        else:  # what is pending besides fails too, but may take its whole timeout
-            threading.Thread(target=groups.clear, name="bessemer-drop", daemon=True).start()
+        if not hangs:  # else the graveyard has it. What is pending besides fails too, but may take its whole timeout
+            groups, self._group = [self._group], None
+            _end(groups)
 
 
 def connect_gloo(store: Any, rank: int, size: int, timeout_s: float, address: str = "127.0.0.1") -> Link:
@@ -134,6 +156,7 @@ class Across:
         self._error: BaseException | None = None
         self._ready = threading.Event()
         self._alone = connect is None
+        _sweep()
         self.connect_s = 0.0
         """How long sums waited for the link to be made."""
         if connect is not None:
@@ -158,12 +181,13 @@ class Across:
         link = self._link
         if link is None:
             raise GivenUp(f"no link: {self._error}", failed=True)
-        _GRAVEYARD.append((link, sums, maxima))
-        works = [link.start(b, dist.ReduceOp.SUM) for b in sums if b.numel()]
-        works += [link.start(b, dist.ReduceOp.MAX) for b in maxima if b.numel()]
-        for work in works:
+        buried = _Buried([link, sums, maxima], [])
+        _GRAVEYARD.append(buried)
+        for op, buffers in ((dist.ReduceOp.SUM, sums), (dist.ReduceOp.MAX, maxima)):
+            buried.works += [link.start(buffer, op) for buffer in buffers if buffer.numel()]
+        for work in buried.works:
             self._wait_for(link, work)
-        _GRAVEYARD.pop()
+        _GRAVEYARD.remove(buried)
 
     def _wait_for(self, link: Link, work: Any) -> None:
         try:
@@ -171,9 +195,6 @@ class Across:
         except PeerLost as error:
             self.drop(hangs=False)
             raise GivenUp(str(error), failed=True) from error
-        except GivenUp:
-            _GRAVEYARD.append(work)
-            raise
 
     def _wait(self, over: Callable[[], bool]) -> None:
         pause = _POLL_S
