@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import socket
@@ -162,8 +164,8 @@ def test_a_burn_in_takes_its_minutes() -> None:
 # ---- before training
 
 
-def train_with(rank: int, world_size: int, port: int, name: str, fault: str) -> tuple[int, float]:
-    """What `before_training` says, and then the sum of a group that meets at the same port, as training does."""
+def train_with(rank: int, world_size: int, port: int, name: str, fault: str) -> tuple[int, float, str]:
+    """Its code, the sum of a group that meets at the same port behind it, as training does, and what it printed."""
     _leave_group()
     takeoff_worker.effort_of = takeoff_local.effort_of = lambda request: TINY  # type: ignore[assignment]
     takeoff_local._SIZES["cpu"] = 64
@@ -175,13 +177,14 @@ def train_with(rank: int, world_size: int, port: int, name: str, fault: str) -> 
     checked = check_job(os.devnull, ["layout.dp=2", f"data.cache={tempfile.gettempdir()}/none-{port}"])
     assert checked.job is not None and checked.spec is not None, checked
     launch = Launch(launcher="env", rank=rank, world_size=world_size, local_rank=0, local_world_size=1)
-    code, kept = _takeoff.before_training(checked.job, checked.spec, launch)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code, kept = _takeoff.before_training(checked.job, checked.spec, launch)
     store = next(dist.rendezvous("env://", rank, world_size))[0]  # type: ignore[no-untyped-call]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     total = torch.ones(1)
     dist.all_reduce(total)
     assert kept is not None
-    return code, float(total)
+    return code, float(total), said.getvalue()
 
 
 @pytest.mark.slow
@@ -191,13 +194,14 @@ def train_with(rank: int, world_size: int, port: int, name: str, fault: str) -> 
     [("node{rank}", "1.0", 4, True), ("node", "1.0", 0, False)],
 )
 def test_several_hosts_are_checked_before_training_and_meet_again(
-    capfd: pytest.CaptureFixture[str], name: str, fault: str, code: int, checked: bool
+    name: str, fault: str, code: int, checked: bool
 ) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    assert run_ranks(2, train_with, port, name, fault) == [(code, 2.0)] * 2
-    said = capfd.readouterr().err
+    found = run_ranks(2, train_with, port, name, fault)
+    assert [end[:2] for end in found] == [(code, 2.0)] * 2
+    said = "".join(end[2] for end in found)
     assert said.count("take-off: 2 hosts, 2 ranks") == int(checked)
     assert ("node1: version: torch 1.0" in said) == (code == 4)
 

@@ -38,7 +38,6 @@ KINDS = {
     "slow": "a rank stands still for the part `duty` of each half second, for for_s seconds",
     "coordinator": "SIGKILL to the coordinator",
     "vault": "SIGKILL to the vault, which writes the checkpoints",
-    "flip": "bits change in the vault's memory, which holds the copies of the state",
     "disk-full": "the vault can write no file of more than 4 KiB for for_s seconds",
 }
 OF_RANKS = ("kill", "term", "stop", "slow")

@@ -19,7 +19,7 @@ from bessemer.core.errors import BessemerError, RequestError
 from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
 from bessemer.inspect.chaos_faults import OF_RANKS, Fault, Plan, Schedule
-from bessemer.inspect.chaos_target import Standing, child_running, flip_bits, is_child
+from bessemer.inspect.chaos_target import Standing, child_running, is_child
 
 __all__ = ["ChaosRun", "Thrown"]
 
@@ -31,7 +31,6 @@ WAIT_FOR_TARGET_S = 30.0
 """How long a fault waits for its target: a spare may be starting."""
 HALF_S = 0.5
 FULL_BYTES = 4096
-VAULT_MEMORY = "memfd:bessemer-vault"
 COORDINATOR, VAULT = "bessemer.keep.coordinate", "bessemer.keep.vault"
 
 
@@ -162,8 +161,6 @@ class ChaosRun:
 def _hit(fault: Fault, pid: int, agent: int) -> bool:
     rule = fault.rule
     with contextlib.suppress(ProcessLookupError):
-        if fault.kind == "flip":
-            return flip_bits(pid, VAULT_MEMORY)
         if fault.kind == "slow":
             _later(0.0, _slow_down, pid, agent, rule.duty, rule.for_s)
         elif fault.kind == "disk-full":

@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Standing", "child_running", "flip_bits", "is_child"]
-
-FLIPS = 16
-"""More than one, since tensors have gaps between them."""
+__all__ = ["Standing", "child_running", "is_child"]
 
 _TAIL_BYTES = 8192
 
@@ -107,29 +104,6 @@ def is_child(pid: int, parent: int) -> bool:
     except OSError:
         return False
     return after_name[0] not in ("Z", "X") and int(after_name[1]) == parent
-
-
-def flip_bits(pid: int, file: str) -> bool:
-    """Change a bit in each of `FLIPS` places of the second half of each generation of the process' memory files of that
-    name, whose first part holds what they say of themselves. Whether there was one."""
-    from bessemer.keep.memory import GENERATIONS  # needs an extra
-
-    found = False
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if file not in os.readlink(entry):
-                continue
-            with entry.open("r+b", buffering=0) as memory:
-                size = memory.seek(0, os.SEEK_END)
-                for place in range(1, FLIPS + 1):
-                    for generation in range(GENERATIONS):
-                        at = (generation * 2 * FLIPS + FLIPS + place) * (size - 1) // (2 * FLIPS * GENERATIONS)
-                        memory.seek(at)
-                        [byte] = memory.read(1)
-                        memory.seek(at)
-                        memory.write(bytes([byte ^ 1]))
-            found = True
-    return found
 
 
 def child_running(parent: int, module: str) -> int | None:
