@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bessemer.inspect.landing import Landing, read_landing
+from bessemer.inspect.landing_remains import KernelLine
 from bessemer.runtime.recorder import Channel, Recorder
 from bessemer.runtime.ring import NONE, OPERATIONS
 
@@ -76,3 +78,17 @@ def enqueue(
     number = channel.enqueued(kind, channel._recorder.dtype("float32", 4), elements, elements, peer, True)
     if finish:
         channel.finished(number)
+
+
+def land(builder: RemainsBuilder, *, kernel: list[KernelLine] | None = None, running: bool = False) -> Landing:
+    """At a time when all that was built is past."""
+    return read_landing(builder.write(), now=builder.now, kernel=kernel or [], running=running)
+
+
+def lost(b: RemainsBuilder, rank: int, **how: object) -> None:
+    b.event("rank_lost", rank=rank, **how, step=5, phase="training")
+
+
+def ended(b: RemainsBuilder, rank: int | None, code: str = "rank-lost", message: str = "") -> None:
+    b.now += 0.5
+    b.event("failed", code=code, message=message, rank=rank, step=5)
