@@ -38,8 +38,11 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[Any]:
-    """The results of `function(rank, world_size, *args)` of every rank, in order of rank."""
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 90.0, until: int | None = None
+) -> list[Any]:
+    """The results of `function(rank, world_size, *args)` of every rank, in order of rank. `until`: of the first so many
+    that end, and the others are killed: where one fails, those that wait for it in a sum never end by themselves."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         pairs = [_context.Pipe(duplex=False) for _ in range(world_size)]
@@ -50,7 +53,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         for process in processes:
             process.start()
         try:
-            return _collect([reader for reader, _ in pairs], timeout_s)
+            return _collect([reader for reader, _ in pairs], timeout_s, until or world_size)
         finally:
             for process in processes:
                 process.kill()
@@ -68,10 +71,10 @@ def die_with_the_tests() -> None:
         os._exit(1)  # it has ended already
 
 
-def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(readers: list[Connection], timeout_s: float, count: int) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
-    while len(results) < len(readers):
+    while len(results) < count:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(
@@ -82,7 +85,7 @@ def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
             if not ok:
                 raise AssertionError(value)
             results[readers.index(reader)] = value
-    return [results[i] for i in range(len(readers))]
+    return [results[i] for i in sorted(results)]
 
 
 def _rank(rank: int, world_size: int, store: str, writer: Connection, function: Callable[..., Any], args: Any) -> None:

@@ -98,11 +98,18 @@ def vault(run_folder: Path, *flags: str) -> Iterator[Path]:
                 process.kill()
 
 
-def train(job: Job, *, stop_at: int | None = None, vault_flags: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def train(job: Job, *, stop_at: int | None = None) -> list[dict[str, Any]]:
     """Run the job on its ranks, going on from what its run folder holds; per rank what it recorded and how it ended."""
     prepare(job)
-    with vault(job.run.folder, *vault_flags) as socket:
+    with vault(job.run.folder) as socket:
         return run_ranks(job.layout.world_size, rank_main, job, str(socket), stop_at)
+
+
+def train_until_one_ends(job: Job, *vault_flags: str) -> dict[str, Any]:
+    """As `train`, of the first rank that ends: the others may be in a sum with it."""
+    prepare(job)
+    with vault(job.run.folder, *vault_flags) as socket:
+        return run_ranks(job.layout.world_size, rank_main, job, str(socket), None, until=1)[0]
 
 
 def rank_main(rank: int, world: int, job: Job, socket: str, stop_at: int | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from train.loops import kill_at_bytes, small_job, train
+from train.loops import kill_at_bytes, small_job, train, train_until_one_ends
 
 
 def losses(results: list[dict[str, Any]]) -> dict[int, float]:
@@ -40,8 +40,8 @@ def test_a_kill_while_saving_changes_no_bit_of_the_run(tmp_path: Path, layout: d
     cut = small_job(tmp_path / "cut", **fields)
     begun = train(cut, stop_at=4)
     one_save = sum(f.stat().st_size for f in (cut.run.folder / "checkpoints" / "step-4").iterdir())
-    killed = train(cut, vault_flags=kill_at_bytes(one_save // 2))
-    assert killed[0]["ended"].startswith("vault-lost"), killed[0]["ended"]
+    killed = train_until_one_ends(cut, *kill_at_bytes(one_save // 2))
+    assert killed["ended"].startswith("vault-lost"), killed["ended"]
     finished = train(cut)
     assert [e["step"] for e in finished[0]["events"] if e["event"] == "loaded"] == [4]
     assert losses(begun) | losses(finished) == losses(straight)

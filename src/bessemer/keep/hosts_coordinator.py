@@ -33,7 +33,7 @@ __all__ = ["HostsCoordinator"]
 HERALD_S = 3.0
 SETTLE_S = 0.3
 """After the first host fell silent: others may do so at the same time."""
-WAIT_LEASES = 4
+WAIT_LEASES = 8
 """How long those that don't have most of the active groups wait before they claim an epoch."""
 RETRY_S = 2.0
 ABSENT_S = 10.0
