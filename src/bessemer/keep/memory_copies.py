@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +69,12 @@ class MemoryCopies:
         """The names of `slices` of which some element isn't held, or in another shape or type."""
         pieces = self._pieces(step)
         return [s.name for s in slices if sum(common.volume for _, common in _meets(s, pieces)) < s.box.volume]
+
+    def blocks(self) -> Iterator[tuple[int, Block]]:
+        """The step and each block of all that is held; their bytes are those in the vault's memory."""
+        for rank, digests in sorted(self._digests.items()):
+            for generation, digest in digests.items():
+                yield from ((digest.step, block) for block in self._memories[rank].read(generation)[2])
 
     def meta(self, step: int) -> dict[str, Any]:
         """What was saved beside the tensors. CheckpointError (checkpoint-damaged)."""
