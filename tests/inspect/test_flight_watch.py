@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import pytest
 from remains_builder import RemainsBuilder, enqueue
 
 from bessemer.core.job import Job
+from bessemer.inspect.flight_meter import RankMeter, RankStep
 from bessemer.inspect.flight_records import Finding
 from bessemer.inspect.flight_standstill import across_groups, is_stopped, python_stack
-from bessemer.inspect.flight_watch import FlightWatch, Lines
+from bessemer.inspect.flight_watch import FlightWatch, Lines, _row
 from bessemer.inspect.landing import read_landing
 from bessemer.inspect.landing_hang import find_hang
 from bessemer.inspect.problems import problems
@@ -111,6 +114,43 @@ def test_a_watch_that_was_paused_itself_blames_nobody(tmp_path: Path) -> None:
     run.watch._stopped_since = {2: 0.0}
     run.watch.resumed(100.0)
     assert run.watch._stopped_since == {} and run.watch._times.last == 100.0
+
+
+def test_a_rank_that_profiles_or_dumps_is_no_hang(tmp_path: Path) -> None:
+    """The others wait for it; a step has its time from the end of the trace on. After 600 s it is one all the same."""
+    run = Run(tmp_path)
+    open_phases = {}
+    for rank in range(4):
+        recorder = Recorder(tmp_path / "blackbox" / f"rank-{rank}", rank=rank, world=4, job_hash="x")
+        phases = Phases()
+        phases.attach(recorder)
+        phases.at(step=7)
+        channel = recorder.channel("replica", (0, 1, 2, 3), "gloo", blocks=True)
+        open_phases[rank] = phases("profile_s" if rank == 2 else "comm_s")
+        open_phases[rank].__enter__()
+        if rank != 2:
+            enqueue(channel, finish=False)
+    times = run.watch._times
+    times.lengths, times.last = [0.1] * 20, time.monotonic() - 60.0
+    assert run.turn() == []
+    times.last = time.monotonic() - 601.0
+    (finding,) = run.turn()
+    assert finding.kind == "hang" and finding.ranks == (2,) and "profile_s" in finding.evidence[0]
+    run.watch._told_hang, times.last = -1, time.monotonic() - 60.0
+    open_phases[2].__exit__(None, None, None)
+    assert run.turn() == [], "it has just ended"
+    run.watch._meters[2].aside_s = time.monotonic() - 9.0
+    run.watch.flight._told.clear()
+    (finding,) = run.turn()
+    assert finding.ranks == (2,) and finding.text.startswith("no step for 9 s: rank 2 did not come to all_reduce")
+
+
+def test_what_a_profiler_slows_down_makes_no_slow_rank() -> None:
+    meter = RankMeter(Path("no-such-box"))
+    step = RankStep(3, 0.0, 1.0, compute_s=0.7, data_s=0.1, wait_s=0.2, aside_s=0.0, batches=2)
+    assert _row(step, meter, False)[:4] == (0.7, 0.1, 0.2, 2.0)
+    compute_s, data_s, wait_s, batches, _ = _row(replace(step, profiled=True), meter, False)
+    assert math.isnan(compute_s) and math.isnan(data_s) and (wait_s, batches) == (0.2, 2.0)
 
 
 def test_a_group_that_the_vote_put_out_is_told(tmp_path: Path) -> None:

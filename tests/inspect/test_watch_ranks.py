@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,47 +12,49 @@ from watch_builder import SECONDS, RankWriter
 
 from bessemer.inspect.fleet_simulator import FleetSimulator, SimulatedFault
 from bessemer.inspect.flight_records import StepSample
-from bessemer.inspect.watch_boxes import PHASES, Boxes, BoxTail
-from bessemer.inspect.watch_ranks import ENDED, LOST, STATES, BoxFeed, Ranks, SampleFeed
-from bessemer.runtime import ring
+from bessemer.inspect.watch_boxes import BEHIND_STEPS, PHASES, Boxes, RankBox
+from bessemer.inspect.watch_ranks import ENDED, LOST, STALE, STATES, BoxFeed, Ranks, SampleFeed
+from bessemer.runtime.box_tail import TailMark
 
 pytestmark = pytest.mark.timeout(60)
 USUAL = [SECONDS["forward_s"], SECONDS["backward_s"], SECONDS["comm_s"], SECONDS["data_s"], SECONDS["optimizer_s"]]
 
 
-def tail_of(writer: RankWriter) -> BoxTail:
-    return BoxTail(writer.recorder.path)
+def box_of(writer: RankWriter) -> RankBox:
+    box = RankBox(writer.recorder.path)
+    assert box.look()
+    return box
 
 
 def test_a_box_is_read_on_from_where_it_was_left(tmp_path: Path) -> None:
     writer = RankWriter(tmp_path, 0)
-    tail = tail_of(writer)
-    tail.read()
-    assert list(tail.steps) == [] and tail.doing == ""
+    box = box_of(writer)
+    box.read()
+    assert list(box.steps) == [] and box.doing == ""
     writer.step(1)
     writer.step(2, forward_s=0.4)
-    tail.read()
-    assert [step for step, _ in tail.steps] == [1, 2]
-    assert tail.steps[0][1] == pytest.approx(USUAL)
-    assert tail.steps[1][1][0] == pytest.approx(0.4)
+    box.read()
+    assert [step for step, _ in box.steps] == [1, 2]
+    assert box.steps[0][1] == pytest.approx(USUAL)
+    assert box.steps[1][1][0] == pytest.approx(0.4)
     writer.step(3, until="comm_s")
-    tail.read()
-    assert tail.doing == "comm_s" and tail.num_steps == 2
+    box.read()
+    assert box.doing == "comm_s" and box.num_steps == 2
 
 
 def test_a_mark_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = RankWriter(tmp_path, 0)
     for step in range(1, 20):
         writer.step(step)
-    tail = tail_of(writer)
-    tail.read()
-    taken: list[bytes] = []
-    monkeypatch.setattr(tail, "_take", taken.append)
+    box = box_of(writer)
+    box.read()
+    taken: list[TailMark] = []
+    monkeypatch.setattr(box, "_take", taken.append)
     writer.step(20)
-    tail.read()
-    assert len(taken) == 2 * len(SECONDS) + 1  # its phases, and the pair of clocks
-    tail.read()
-    assert len(taken) == 2 * len(SECONDS) + 1
+    box.read()
+    assert len(taken) == 2 * len(SECONDS)
+    box.read()
+    assert len(taken) == 2 * len(SECONDS)
 
 
 def test_what_comes_after_the_optimizer_belongs_to_the_step(tmp_path: Path) -> None:
@@ -60,55 +62,40 @@ def test_what_comes_after_the_optimizer_belongs_to_the_step(tmp_path: Path) -> N
     writer.step(1)
     writer.between("evaluate_s", 2.0)
     writer.step(2)
-    tail = tail_of(writer)
-    tail.read()
-    assert tail.steps[0][1][4] == pytest.approx(SECONDS["optimizer_s"] + 2.0)
-    assert tail.steps[1][1] == pytest.approx(USUAL)
+    box = box_of(writer)
+    box.read()
+    assert box.steps[0][1][4] == pytest.approx(SECONDS["optimizer_s"] + 2.0)
+    assert box.steps[1][1] == pytest.approx(USUAL)
 
 
 def test_steps_are_told_apart_where_the_rank_does_not_number_them(tmp_path: Path) -> None:
     writer = RankWriter(tmp_path, 0, says_step=False)
     for step in range(1, 4):
         writer.step(step)
-    tail = tail_of(writer)
-    tail.read()
-    assert len(tail.steps) == 3 and all(seconds == pytest.approx(USUAL) for _, seconds in tail.steps)
+    box = box_of(writer)
+    box.read()
+    assert len(box.steps) == 3 and all(seconds == pytest.approx(USUAL) for _, seconds in box.steps)
 
 
 def test_a_reader_that_was_overtaken_goes_on_with_whole_steps(tmp_path: Path) -> None:
     writer = RankWriter(tmp_path, 0, num_marks=64)
     writer.step(1)
-    tail = tail_of(writer)
-    tail.read()
+    box = box_of(writer)
+    box.read()
     for step in range(2, 40):
         writer.step(step)
-    tail.read()
-    assert tail.steps[-1][0] == 39
-    assert all(seconds == pytest.approx(USUAL) for _, seconds in tail.steps)
+    box.read()
+    assert box.steps[-1][0] == 39
+    assert all(seconds == pytest.approx(USUAL) for _, seconds in box.steps)
 
 
 def test_a_box_that_was_begun_in_the_middle_gives_no_torn_step(tmp_path: Path) -> None:
     writer = RankWriter(tmp_path, 0, num_marks=40)
     for step in range(1, 11):
         writer.step(step)
-    tail = tail_of(writer)
-    tail.read()
-    assert tail.steps and all(seconds == pytest.approx(USUAL) for _, seconds in tail.steps)
-
-
-def test_torn_marks_stop_the_reader_until_they_are_whole(tmp_path: Path) -> None:
-    writer = RankWriter(tmp_path, 0)
-    writer.step(1)
-    tail = tail_of(writer)
-    tail.read()
-    number = tail._last + 1
-    at = writer.recorder._marks_at + number * ring.MARK_BYTES
-    writer.recorder._map[at : at + 8] = struct.pack("<Q", number)  # the number is there, the rest and the seal aren't
-    tail.read()
-    assert tail._last == number - 1
-    writer.step(2)
-    tail.read()
-    assert tail.num_steps == 2
+    box = box_of(writer)
+    box.read()
+    assert box.steps and all(seconds == pytest.approx(USUAL) for _, seconds in box.steps)
 
 
 def test_new_and_replaced_boxes_are_found_and_others_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +131,58 @@ def test_states_come_from_boxes_and_events(tmp_path: Path) -> None:
     assert [row["rank"] for row in ranks.worst(2)] == [1, 2]  # outside of a collective; no rank that waits is first
     ranks.read({}, hung=False, ended=True)
     assert ranks.states[0] == ENDED
+
+
+def test_what_an_earlier_attempt_left_is_stale_until_somebody_writes_to_it(tmp_path: Path) -> None:
+    writers = [RankWriter(tmp_path, rank) for rank in range(2)]
+    boxes = Boxes(tmp_path / "blackbox")
+    ranks = Ranks(BoxFeed(boxes, make_job(dp=2)))
+    for writer in writers:
+        writer.step(1)
+    ranks.read({}, hung=False, ended=False)
+    assert [STATES[s] for s in ranks.states] == ["running", "running"]
+    boxes.begin(time.time() + 60.0)  # a host whose clock is a minute behind writes the second one
+    ranks.read({}, hung=True, ended=False)
+    assert [STATES[s] for s in ranks.states] == ["stale", "stale"]
+    writers[1].step(2)
+    ranks.read({}, hung=False, ended=False)
+    assert [STATES[s] for s in ranks.states] == ["stale", "running"]
+    assert ranks.summary()["counts"] == {"stale": 1, "running": 1}
+    ranks.read({0: LOST}, hung=False, ended=True)
+    assert [STATES[s] for s in ranks.states] == ["lost", "ended"], "what events say of a rank goes before"
+
+
+def test_a_box_that_stands_while_the_run_goes_on_is_stale(tmp_path: Path) -> None:
+    """Whatever the clocks say: all ranks take a step together."""
+    writers = [RankWriter(tmp_path, rank) for rank in range(2)]
+    boxes = Boxes(tmp_path / "blackbox")
+    ranks = Ranks(BoxFeed(boxes, make_job(dp=2)))
+    for writer in writers:
+        writer.step(1)
+    ranks.read({}, hung=False, ended=False)
+    for step in range(2, BEHIND_STEPS + 3):
+        writers[0].step(step)
+    boxes.step = BEHIND_STEPS + 1
+    ranks.read({}, hung=False, ended=False)
+    assert ranks.states[1] != STALE, "as far as a page that is asked seldom may be behind"
+    boxes.step = BEHIND_STEPS + 2
+    ranks.read({}, hung=False, ended=False)
+    assert [STATES[s] for s in ranks.states] == ["running", "stale"]
+    writers[1].step(2)  # a file system that shows late what is written
+    ranks.read({}, hung=False, ended=False)
+    assert [STATES[s] for s in ranks.states] == ["running", "running"]
+
+
+def test_a_comparison_or_a_trace_between_two_steps_is_no_step(tmp_path: Path) -> None:
+    writer = RankWriter(tmp_path, 0)
+    for step in range(1, 4):
+        writer.step(step)
+        for name in ("compare_s", "profile_s", "evaluate_s"):
+            writer.between(name, 1.0)
+    box = box_of(writer)
+    box.read()
+    assert [step for step, _ in box.steps] == [1, 2, 3]
+    assert all(seconds == pytest.approx([*USUAL[:4], USUAL[4] + 3.0]) for _, seconds in box.steps)
 
 
 def test_a_slow_rank_is_found_by_the_rule_of_the_flight_inspection(tmp_path: Path) -> None:

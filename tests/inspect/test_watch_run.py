@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watch_builder import LiveRun, RankWriter, finished_run
+from watch_builder import Clock, LiveRun, RankWriter, finished_run
 
 from bessemer.core.errors import RequestError
 from bessemer.inspect import watch_run
@@ -112,6 +112,26 @@ def test_a_resumed_run_forgets_the_steps_that_were_lost(tmp_path: Path) -> None:
     assert told["run"]["attempt"] == 2
     assert told["series"]["from"] == 0 and told["series"]["generation"] != before["series"]["generation"]
     assert told["series"]["columns"]["step"] == [1, 2, 3, 4] and told["series"]["columns"]["loss"][-1] == 0.25
+
+
+def test_boxes_that_were_there_before_the_attempt_are_stale(tmp_path: Path) -> None:
+    """Ranks of the new attempt have not made theirs yet; there is one rank less now."""
+    run = LiveRun(tmp_path / "run")
+    run.start()
+    writers = [RankWriter(run.folder, rank) for rank in range(3)]
+    for writer in writers:
+        writer.step(1)
+    watch = RunWatch(run.folder)
+    assert look(watch, now=run.now)["ranks"]["counts"] == {"running": 3}
+    run.now = time.time() + 1.0
+    run.start(attempt=2)
+    assert look(watch, now=run.now)["ranks"]["counts"] == {"stale": 3}
+    for rank in range(2):
+        RankWriter(run.folder, rank, clock=Clock(time.perf_counter() + 2.0)).step(1)
+    watch.ranks.feed._boxes._looked_s = 0.0  # type: ignore[attr-defined]
+    told = look(watch, now=run.now)
+    assert told["ranks"]["counts"] == {"running": 2, "stale": 1}
+    assert [row["rank"] for row in told["ranks"]["worst"]] == [], "a stale one is none of the run's"
 
 
 def test_a_finished_run_has_its_ledger_verdict_checkpoints_and_spare(tmp_path: Path) -> None:

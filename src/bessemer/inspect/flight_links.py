@@ -1,4 +1,9 @@
-"""How long transfers take once the last rank has come, from the black boxes of all ranks of a group."""
+"""How long transfers keep ranks waiting once the last one has come, from the black boxes of all ranks of a group.
+
+A transfer begins when the last rank has handed it over. Its end is known where a host waited for it: so what is hidden
+behind work isn't seen, and costs nothing either. A message is over when the receiver has it; the sender's host is rid
+of it as soon as it lies in a buffer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections import defaultdict
 import numpy as np
 
 from bessemer.inspect.flight_records import LinkSample
-from bessemer.inspect.flight_tail import TailOperation
+from bessemer.runtime.box_tail import TailOperation
 
 __all__ = ["LinkMeter"]
 
@@ -22,7 +27,7 @@ class LinkMeter:
     scheduler decides when a transfer ends."""
 
     def __init__(self) -> None:
-        self._open: dict[_Key, dict[int, tuple[float, float]]] = {}
+        self._open: dict[_Key, dict[int, tuple[float, float, float]]] = {}
         self._spent_s: dict[str, dict[tuple[int, ...], float]] = defaultdict(dict)
 
     def take(self, rank: int, operation: TailOperation, ahead_s: float, hosts: dict[int, str]) -> None:
@@ -35,16 +40,18 @@ class LinkMeter:
         if len({hosts.get(r, "") for r in key}) < 2:
             return
         told = self._open.setdefault((name, key, kind, operation.order), {})
-        told[rank] = operation.enqueue_s + ahead_s, operation.finish_s + ahead_s
+        told[rank] = (operation.enqueue_s + ahead_s, operation.wait_s + ahead_s, operation.finish_s + ahead_s)
         if len(told) < len(key):
             if len(self._open) > OPEN:
                 del self._open[next(iter(self._open))]
             return
         del self._open[name, key, kind, operation.order]
-        last_come_t = max(come for come, _ in told.values())
-        over_t = min(over for _, over in told.values())  # who waited late saw the end late
+        come_t = max(come for come, _, _ in told.values())
+        waiting = [told[key[1]]] if operation.peer >= 0 else list(told.values())
+        begin_t = max(come_t, min(wait for _, wait, _ in waiting))
+        over_t = min(over for _, _, over in waiting)  # who waited late saw the end late
         spent = self._spent_s[f"{name} {kind}"]
-        spent[key] = spent.get(key, 0.0) + max(0.0, over_t - last_come_t)
+        spent[key] = spent.get(key, 0.0) + max(0.0, over_t - begin_t)
 
     def samples(self, step: int, t: float, steps: int) -> list[LinkSample]:
         """What was spent since the last call, for each of the `steps` that ended since then."""

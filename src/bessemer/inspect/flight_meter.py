@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bessemer.inspect.flight_tail import BoxTail, TailMark, TailOperation
+from bessemer.runtime.box_tail import BoxTail, TailMark, TailOperation
 
-__all__ = ["COMPUTE_PHASES", "RankMeter", "RankStep", "memory_bytes", "processor_s"]
+__all__ = ["ASIDE_PHASES", "COMPUTE_PHASES", "RankMeter", "RankStep", "memory_bytes", "processor_s"]
 
 COMPUTE_PHASES = ("forward_s", "backward_s", "optimizer_s")
-LEADERS_PHASES = ("evaluate_s", "checkpoint_s")
-"""What one rank may do while others don't, between two steps."""
+ASIDE_PHASES = ("evaluate_s", "checkpoint_s", "profile_s", "dump_s")
+"""What one rank may do while others don't and wait for it."""
 KEPT_STEPS = 512
 KEPT_CLOCKS = 64
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -30,7 +30,8 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 @dataclass(frozen=True)
 class RankStep:
     """A step of one rank, over. Seconds; times of the rank's monotonic clock. batches: how many units of batches it
-    took. aside_s: in evaluations and checkpoints, which count to the step before them."""
+    took. aside_s: in what one rank does alone, such as an evaluation, which counts to the step before it. profiled:
+    torch's profiler was at work, so that its times say nothing of the rank."""
 
     step: int
     begin_s: float
@@ -40,14 +41,16 @@ class RankStep:
     wait_s: float
     aside_s: float
     batches: int
+    profiled: bool = False
 
 
 @dataclass
 class _Open:
-    """The step that is under way."""
+    """The step that is under way. whole: it was seen from its begin."""
 
     step: int
     begin_s: float
+    whole: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     computing: list[tuple[float, float]] = field(default_factory=list)
     batches: int = 0
@@ -55,7 +58,7 @@ class _Open:
 
 class RankMeter:
     """One rank. `poll` takes in what is new; `steps` are those that are over and not taken yet, `operations` those of
-    which the end was seen since the last poll."""
+    which the end was seen since the last poll; at `aside_s` it was last seen to do what one rank does alone."""
 
     def __init__(self, path: Path, since_t: float = 0.0) -> None:
         self.tail = BoxTail(path, since_t)
@@ -69,6 +72,7 @@ class RankMeter:
         self._open: _Open | None = None
         self._stack: list[str] = []
         self._since_s = 0.0
+        self.aside_s = float("-inf")
         self._clocks: deque[tuple[float, float, float]] = deque(maxlen=KEPT_CLOCKS)
         self.steps.clear()
         self._waits.clear()
@@ -77,20 +81,28 @@ class RankMeter:
 
     @property
     def pid(self) -> int:
-        """0 while there is no black box, and where the process is on another host."""
+        """0 while there is no black box of this attempt, and where the process is on another host."""
         own = self.tail.own
-        return int(own["pid"]) if own.get("host") == socket.gethostname() else 0
+        return int(own["pid"]) if self.tail.is_live and own["host"] == socket.gethostname() else 0
 
     @property
     def doing(self) -> tuple[str, ...]:
         """The phases that are open, outermost first."""
         return tuple(self._stack)
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether it does now what one rank does alone."""
+        return any(phase in ASIDE_PHASES for phase in self._stack)
+
     def poll(self, now_s: float) -> None:
         """now_s: of the monotonic clock, which all processes of a host have in common."""
-        marks, self.operations = self.tail.poll()
+        self.tail.look()
         if self.tail.restarts != self._restarts:
             self._clear()
+        marks, self.operations = self.tail.marks(), self.tail.operations()
+        if self.is_aside or any(mark.phase in ASIDE_PHASES for mark in marks):
+            self.aside_s = now_s
         self._waits.extend((o.wait_s, o.finish_s) for o in self.operations)
         for mark in marks:
             self._take(mark)
@@ -114,11 +126,15 @@ class RankMeter:
     # ---- inside
 
     def _take(self, mark: TailMark) -> None:
+        if mark.gap:
+            self._open = None
+            self._stack.clear()
         if mark.step > 0 and (self._open is None or mark.step != self._open.step):
             self._close_step(mark)
         if self._open is not None and self._stack:
             self._count(self._stack[-1], self._since_s, mark.at_s)
         del self._stack[mark.depth - 1 :]  # also phases whose end was overwritten before it was read
+        self._stack += ["unknown"] * (mark.depth - 1 - len(self._stack))  # and those whose begin was
         if mark.begins:
             self._stack.append(mark.phase)
             if mark.phase == "data_s" and self._open is not None:
@@ -132,18 +148,19 @@ class RankMeter:
             self._open.computing.append((begin_s, end_s))
 
     def _close_step(self, mark: TailMark) -> None:
-        """A mark of another step has come: the one that was open is over. The first isn't known from its begin."""
-        if self._open is not None and mark.step > self._open.step:
+        """A mark of another step has come: the one that was open is over."""
+        if self._open is not None and mark.step > self._open.step and self._open.whole:
             of, seconds = self._open, self._open.seconds
             waited_s = self._waited_s(of, mark.at_s)
             compute_s = sum(seconds.get(phase, 0.0) for phase in COMPUTE_PHASES) - waited_s
-            aside_s = sum(seconds.get(phase, 0.0) for phase in LEADERS_PHASES)
+            aside_s = sum(seconds.get(phase, 0.0) for phase in ASIDE_PHASES)
             data_s, wait_s = seconds.get("data_s", 0.0), seconds.get("comm_s", 0.0) + waited_s
+            profiled = "profile_s" in seconds
             self.newest = of.step
             self.steps.append(
-                RankStep(of.step, of.begin_s, mark.at_s, compute_s, data_s, wait_s, aside_s, of.batches)
+                RankStep(of.step, of.begin_s, mark.at_s, compute_s, data_s, wait_s, aside_s, of.batches, profiled)
             )  # fmt: skip
-        self._open = _Open(mark.step, mark.at_s)
+        self._open = _Open(mark.step, mark.at_s, not mark.gap)
 
     def _waited_s(self, of: _Open, end_s: float) -> float:
         """Seconds in which the host waited in an operation while a phase counted as computing."""

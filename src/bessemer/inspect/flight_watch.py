@@ -28,7 +28,7 @@ from bessemer.core.job import Job
 from bessemer.core.job_file import load_job
 from bessemer.inspect.flight import Flight
 from bessemer.inspect.flight_links import LinkMeter
-from bessemer.inspect.flight_meter import LEADERS_PHASES, RankMeter, RankStep
+from bessemer.inspect.flight_meter import RankMeter, RankStep
 from bessemer.inspect.flight_records import (
     EVENT,
     Finding,
@@ -51,8 +51,8 @@ LOOK_S, TURN_S = 0.2, 1.0
 LEASE_S = 1.5
 EARLIER = 0.8
 """What stands still is told after this part of the time that it has: its stack must be read before it's ended."""
-LEADERS_WORK_S = 600.0
-"""An evaluation or a checkpoint may keep the others waiting for this long."""
+ASIDE_S = 600.0
+"""What one rank does alone, such as an evaluation, a trace or a dump, may keep the others waiting for this long."""
 EVICTIONS = 3
 """No more are asked for in one attempt: what goes on after that isn't a rank's fault."""
 PAUSE_S = 5.0
@@ -145,8 +145,8 @@ class FlightWatch:
         self._take_operations()
         for record in (*self._metric_samples(), *self._step_samples()):
             self._take(record)
-        quiet_s = now_s - self._times.last
-        if self._told_hang != self._done and quiet_s > EARLIER * self._times.longest_s:
+        quiet_s, longest_s = self._quiet(now_s)
+        if self._told_hang != self._done and quiet_s > longest_s:
             self._stand_still(now_s)
 
     # ---- records
@@ -211,7 +211,7 @@ class FlightWatch:
             for o in meter.operations:
                 ranks = tuple(first + r for r in o.group[1])
                 peer = first + o.peer if o.peer >= 0 else -1
-                self._links.take(number, replace(o, group=(o.group[0], ranks), peer=peer), meter.tail.ahead_s, hosts)
+                self._links.take(number, o._replace(group=(o.group[0], ranks), peer=peer), meter.tail.ahead_s, hosts)
 
     def _step_samples(self) -> list[FlightRecord]:
         """The steps that are over on all ranks, in order, and the links' share of them."""
@@ -250,26 +250,36 @@ class FlightWatch:
         """Of the groups that are active; hosts from their black boxes."""
         layout, block = self.job.layout, self._block
         numbers = [group * block + place for group in self._active for place in range(block)]
-        hosts = [str(self._meters[n].tail.own.get("host", "")) if n in self._meters else "" for n in numbers]
+        of_rank = self._hosts()
+        hosts = [of_rank.get(number, "") for number in numbers]
         if not numbers:
             return Placement.of_sizes(replicas=0, pp=1, inner=1)
         inner = block // layout.pp
         return Placement.of_sizes(replicas=len(self._active), pp=layout.pp, inner=inner, hosts=hosts, ranks=numbers)
 
+    def _hosts(self) -> dict[int, str]:
+        """Of the ranks that have a black box of this attempt."""
+        return {n: str(meter.tail.own["host"]) for n, meter in self._meters.items() if meter.tail.is_live}
+
     # ---- standing still
+
+    def _quiet(self, now_s: float) -> tuple[float, float]:
+        """(for how long no step has come true, for how long that may be). A step has its time from the end of what one
+        rank does alone while the others wait for it."""
+        if any(meter.is_aside for meter in self._meters.values()):
+            return now_s - self._times.last, max(ASIDE_S, EARLIER * self._times.longest_s)
+        since_s = max((meter.aside_s for meter in self._meters.values()), default=0.0)
+        return now_s - max(self._times.last, since_s), EARLIER * self._times.longest_s
 
     def _stand_still(self, now_s: float) -> None:
         if self._over or not (self.folder / "blackbox").is_dir():
             return
-        numbers = {n for n in self.flight.placement.ranks.tolist() if n in self._meters and self._meters[n].tail.own}
+        numbers = set(self.flight.placement.ranks.tolist()) & self._hosts().keys()
         boxes = [box for box in read_blackboxes(self.folder / "blackbox") if box.rank in numbers]
         if self._elastic:
             boxes = across_groups(boxes, self._block, self._active)
-        longest_s = EARLIER * self._times.longest_s
-        if any(phase in LEADERS_PHASES for meter in self._meters.values() for phase in meter.doing):
-            longest_s = max(longest_s, LEADERS_WORK_S)
         stopped = {r: now_s - since_s for r, since_s in self._stopped_since.items() if r in numbers}
-        quiet_s = now_s - self._times.last
+        quiet_s, longest_s = self._quiet(now_s)
         for finding in self.flight.take(Standstill(time.time(), quiet_s, longest_s, self._lease_s, boxes, stopped)):
             self._pass_on(self._with_stacks(finding))
             if finding.kind == "stopped":
@@ -287,10 +297,12 @@ class FlightWatch:
 
 
 def _row(step: RankStep | None, meter: RankMeter, share_cores: bool) -> tuple[float, ...]:
-    """Computing, data, waiting, batches, memory of one rank in one step."""
+    """Computing, data, waiting, batches, memory of one rank in one step. What a profiler slows down is not known."""
     nan = float("nan")
     if step is None:
         return nan, nan, nan, nan, meter.memory_bytes
+    if step.profiled:
+        return nan, nan, step.wait_s, float(step.batches), meter.memory_bytes
     compute_s = meter.processor_s(step) if share_cores else step.compute_s
     return compute_s, step.data_s, step.wait_s, float(step.batches), meter.memory_bytes
 

@@ -10,20 +10,15 @@ steps (an evaluation, a save) is added to the earlier one. Seconds are exclusive
 from __future__ import annotations
 
 import math
-import mmap
 import re
 import time
-import zlib
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from bessemer.runtime import ring
+from bessemer.runtime.box_tail import BoxTail, TailMark
 
-__all__ = ["COMPUTE", "PHASES", "BoxTail", "Boxes"]
+__all__ = ["COMPUTE", "PHASES", "Boxes", "RankBox"]
 
 PHASES = ("forward", "backward", "waiting", "data", "rest")
 """Into what the phases of a box are gathered: waiting is `comm_s`; rest the optimizer, saves and evaluations."""
@@ -33,44 +28,42 @@ HISTORY = 64
 """Steps that are kept of each rank."""
 LOOK_AGAIN_S = 5.0
 """Between two looks for boxes that are new or were replaced."""
+BEHIND_STEPS = 20
+"""All ranks take a step together, so a box that is further behind and doesn't grow is nobody's any more."""
 _PLACE = {"forward_s": 0, "backward_s": 1, "comm_s": 2, "data_s": 3}
 _REST = len(PHASES) - 1
-_BETWEEN = ("evaluate_s", "checkpoint_s")
-_FIRST_MARKS = 1536  # of a box that is seen for the first time
-_NUMBERS = np.dtype({"names": ["number"], "formats": ["<u8"], "offsets": [0], "itemsize": ring.MARK_BYTES})
+_BETWEEN = ("evaluate_s", "checkpoint_s", "compare_s", "profile_s", "dump_s")
 
 
-class BoxTail:
-    """One black box.
+class RankBox:
+    """One black box, as steps.
 
     steps: (step, seconds by phase [P]) of the last whole steps; step 0 where the rank didn't say which. doing: the
     innermost phase that is open, "" between phases, since `since_t` (unix seconds; NaN where nothing was marked).
     """
 
-    def __init__(self, path: Path) -> None:
-        """ValueError where the file is no black box, OSError where it can't be read."""
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        self.inode = path.stat().st_ino
-        head = self._map[: ring.HEAD.size]
-        if len(head) < ring.HEAD.size or zlib.crc32(head[:-4]) != int.from_bytes(head[-4:], "little"):
-            raise ValueError(f"{path} is no black box")
-        magic, self._table_bytes, self._num_marks, _, _ = ring.HEAD.unpack(head)
-        entries = self._entries()
-        if magic != ring.MAGIC or not entries:
-            raise ValueError(f"{path} is a black box of another version")
-        self.rank, self.host = int(entries[0]["rank"]), str(entries[0]["host"])
-        self._ahead_s = float(entries[0]["wall_s"]) - float(entries[0]["clock_s"])
-        self._marks_at = ring.HEAD_BYTES + self._table_bytes
-        self._named: dict[str, dict[int, str]] = {"phase": {}, "lane": {}}
+    def __init__(self, path: Path, since_t: float = 0.0) -> None:
+        """since_t: when the attempt of the run began, in unix seconds."""
+        self.tail = BoxTail(path, since_t)
+        self._clear()
+
+    def _clear(self) -> None:
         self.steps: deque[tuple[int, list[float]]] = deque(maxlen=HISTORY)
         self.num_steps = 0  # that were whole since it was opened
+        self.has_grown = False  # from one reading to the next
         self._open: list[str] = []
         self._at_s = math.nan  # of the last mark
         self._seconds: list[float] | None = None  # of the step that runs; None while it isn't known from its begin
         self._step = ring.NONE
-        self._last = max(0, self._newest() - min(_FIRST_MARKS, self._num_marks - 1))
-        self._whole = self._last == 0  # whether that step is kept already: the next phase begins another
+        self._whole = True  # whether that step is kept already: the next phase begins another
+
+    @property
+    def rank(self) -> int:
+        return int(self.tail.own["rank"])
+
+    @property
+    def host(self) -> str:
+        return str(self.tail.own["host"])
 
     @property
     def doing(self) -> str:
@@ -78,61 +71,40 @@ class BoxTail:
 
     @property
     def since_t(self) -> float:
-        return self._at_s + self._ahead_s
+        return self._at_s + self.tail.ahead_s
+
+    def look(self) -> bool:
+        """Whether there is a black box that wasn't there at the last look."""
+        if not self.tail.look():
+            return False
+        self._clear()
+        return True
 
     def read(self) -> None:
         """Takes in the marks that are new."""
-        while (raw := self._sealed(self._last + 1)) is not None:
-            self._last += 1
-            self._take(raw)
-        if (newest := self._newest_near()) > self._last + self._num_marks // 2:  # it was overtaken
-            self._last, self._open = newest - self._num_marks // 4, []
+        marks, known = self.tail.marks(), not math.isnan(self._at_s)
+        self.has_grown = known and bool(marks)
+        for mark in marks:
+            self._take(mark)
+
+    def is_stale(self, step: int) -> bool:
+        """Whether it is of an earlier attempt of the run, or stands still while the run, by what its records say, has
+        come to `step`."""
+        behind = bool(self.steps) and 0 < self.steps[-1][0] < step - BEHIND_STEPS
+        return self.tail.stale or (behind and not self.has_grown)
+
+    def _take(self, mark: TailMark) -> None:
+        if mark.gap:
+            self._open = []
             self._seconds, self._whole = None, False
-            self.read()
-
-    def _entries(self) -> list[dict[str, Any]]:
-        return list(ring.lines(self._map[ring.HEAD_BYTES : ring.HEAD_BYTES + self._table_bytes]))
-
-    def _newest(self) -> int:
-        size = min(self._num_marks, (len(self._map) - self._marks_at) // ring.MARK_BYTES)
-        numbers = np.frombuffer(self._map, _NUMBERS, size, self._marks_at)["number"]
-        slots = numbers % self._num_marks == np.arange(size)
-        return int(numbers[slots].max(initial=0))
-
-    def _newest_near(self) -> int:
-        """The number in the slot of the next mark: a later one where the writer has gone round."""
-        at = self._marks_at + (self._last + 1) % self._num_marks * ring.MARK_BYTES
-        return int.from_bytes(self._map[at : at + 8], "little")
-
-    def _sealed(self, number: int) -> bytes | None:
-        at = self._marks_at + number % self._num_marks * ring.MARK_BYTES
-        raw, seal = self._map[at : at + ring.MARK.size], self._map[at + ring.MARK.size : at + ring.MARK.size + 4]
-        whole = int.from_bytes(raw[:8], "little") == number and zlib.crc32(raw) == int.from_bytes(seal, "little")
-        return raw if whole else None
-
-    def _name(self, kind: str, number: int) -> str:
-        """As the table has it, which is read again for a number that is new."""
-        named = self._named[kind]
-        if number not in named:
-            named |= {entry[kind]: entry["name"] for entry in self._entries()[1:] if kind in entry}
-        return named.setdefault(number, "unlisted")
-
-    def _take(self, raw: bytes) -> None:
-        _, at_s, step, phase, kind, lane, *_ = ring.MARK.unpack(raw)
-        if kind == ring.CLOCK:
-            self._ahead_s = ring.PAIR.unpack(raw)[6] - at_s
-            return
-        if self._name("lane", lane) != "step":
-            return
-        name, depth = self._name("phase", phase), ring.MARK.unpack(raw)[10]
         if self._open and self._seconds is not None:
-            self._seconds[_PLACE.get(self._open[-1], _REST)] += at_s - self._at_s
-        del self._open[depth - 1 :]
-        self._at_s = at_s
-        if kind == ring.BEGIN:
-            self._begin(name, step)
-            self._open.append(name)
-        elif name == "optimizer_s" and not self._whole:
+            self._seconds[_PLACE.get(self._open[-1], _REST)] += mark.at_s - self._at_s
+        del self._open[mark.depth - 1 :]
+        self._at_s = mark.at_s
+        if mark.begins:
+            self._begin(mark.phase, mark.step)
+            self._open.append(mark.phase)
+        elif mark.phase == "optimizer_s" and not self._whole:
             self._close()
 
     def _begin(self, name: str, step: int) -> None:
@@ -160,32 +132,30 @@ class Boxes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.generation = 0  # grows with each box that is new or was replaced
-        self._tails: dict[str, BoxTail] = {}
-        self._refused: dict[str, int] = {}
+        self.step = 0
+        """To which the run has come, as its records say."""
+        self._since_t = 0.0
+        self._boxes: dict[str, RankBox] = {}
         self._looked_s = -math.inf
 
-    def read(self) -> list[BoxTail]:
+    def begin(self, start_t: float) -> None:
+        """The run's latest attempt began at `start_t` (unix seconds): boxes that were left before are stale."""
+        if start_t != self._since_t:
+            self._since_t, self._boxes, self._looked_s = start_t, {}, -math.inf
+            self.generation += 1
+
+    def read(self) -> list[RankBox]:
         """By rank, each read up to its newest mark."""
         if time.monotonic() - self._looked_s >= LOOK_AGAIN_S:
             self._look()
-        for tail in self._tails.values():
-            tail.read()
-        return sorted(self._tails.values(), key=lambda tail: tail.rank)
+        found = [box for box in self._boxes.values() if box.tail.own]
+        for box in found:
+            box.read()
+        return sorted(found, key=lambda box: box.rank)
 
     def _look(self) -> None:
         self._looked_s = time.monotonic()
-        for path, inode in self._files():
-            known = self._tails.get(path.name)
-            if (known is not None and known.inode == inode) or self._refused.get(path.name) == inode:
-                continue
-            try:
-                self._tails[path.name] = BoxTail(path)
-                self.generation += 1
-            except (ValueError, OSError):
-                self._refused[path.name] = inode
-
-    def _files(self) -> Iterator[tuple[Path, int]]:
-        if self.folder.is_dir():
-            for path in self.folder.iterdir():
-                if re.fullmatch(r"rank-\d+", path.name):
-                    yield path, path.stat().st_ino
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if re.fullmatch(r"rank-\d+", path.name):
+                box = self._boxes.setdefault(path.name, RankBox(path, self._since_t))
+                self.generation += box.look()

@@ -97,6 +97,7 @@ class Kept:
     losses: int = 0
     lost_ranks: set[int] = field(default_factory=set)
     attempt: int = 0
+    attempt_t: float = 0.0
     world: int = 0
     started_t: float | None = None
     end: dict[str, Any] | None = None  # finished, stopped or failed
@@ -120,6 +121,7 @@ class Kept:
 
     def _on_start(self, record: Mapping[str, Any]) -> None:
         self.attempt += 1
+        self.attempt_t = float(record["t"])
         self.world = int(record.get("world_size") or 0)
         self.host = str(record.get("host") or "")
         self.end, self.saving = None, None

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from bessemer.core.job import Job
 from bessemer.inspect.flight_records import Placement, StepSample
 from bessemer.inspect.flight_stragglers import StragglerScore
-from bessemer.inspect.watch_boxes import COMPUTE, PHASES, Boxes, BoxTail
+from bessemer.inspect.watch_boxes import COMPUTE, PHASES, Boxes, RankBox
 from bessemer.runtime.ring import ranges
 
 __all__ = ["STATES", "BoxFeed", "RankFeed", "Ranks", "Reading", "SampleFeed"]
@@ -34,9 +34,10 @@ FRAMED = 4
 """Phases of a frame at most: with 10,240 ranks it is 100 KiB."""
 SCORE_LOW, SCORE_STEP, UNKNOWN_SCORE = 0.75, 0.0025, 0xFF
 """A score in a frame is `SCORE_LOW` + count x `SCORE_STEP`, up to 1.385."""
-STATES = ("unknown", "running", "slow", "waiting", "stalled", "lost", "spare", "ended")
-"""unknown: left nothing to read. waiting, stalled: while a run stands still, in a collective or outside of one."""
-UNKNOWN, RUNNING, SLOW, WAITING, STALLED, LOST, SPARE, ENDED = range(len(STATES))
+STATES = ("unknown", "running", "slow", "waiting", "stalled", "lost", "spare", "ended", "stale")
+"""unknown: left nothing to read. waiting, stalled: while a run stands still, in a collective or outside of one. stale:
+what it left is of an earlier attempt, or stands still while the run goes on."""
+UNKNOWN, RUNNING, SLOW, WAITING, STALLED, LOST, SPARE, ENDED, STALE = range(len(STATES))
 UNKNOWN_SECONDS = 0xFFFF
 Floats = NDArray[np.float32]
 
@@ -47,7 +48,8 @@ class Reading:
 
     step: 0 unknown. seconds: [R, P], of the last whole step, NaN unknown. fresh: the steps that came since the last
     reading, oldest first; of a new placement the last `WINDOW` steps. doing: the phase that is open ("": between
-    phases), since `since_t`; empty where the feed doesn't say.
+    phases), since `since_t`; stale: [R], whose black box isn't of this attempt or is left behind. These are empty where
+    the feed doesn't say.
     """
 
     generation: int  # of the placement
@@ -57,6 +59,7 @@ class Reading:
     fresh: Sequence[StepSample]
     doing: Sequence[str] = ()
     since_t: Sequence[float] = ()
+    stale: Sequence[bool] = ()
 
 
 class RankFeed(Protocol):
@@ -80,54 +83,55 @@ class BoxFeed:
         self._boxes = boxes
         layout = job.layout
         self._pp, self._inner = layout.pp, job.shard * layout.cp * layout.tp
-        self._tails: list[BoxTail] = []
+        self._ranks: list[RankBox] = []
         self._generation = -1
         self._taken: dict[int, int] = {}  # steps by rank
 
     def read(self) -> Reading | None:
-        tails = self._tails = self._boxes.read()
-        if not tails:
+        ranks = self._ranks = self._boxes.read()
+        if not ranks:
             return None
         if self._boxes.generation != self._generation:
             self._generation = self._boxes.generation
-            self._taken = {tail.rank: tail.num_steps - min(len(tail.steps), WINDOW) for tail in tails}
-        numbers = np.array([tail.rank for tail in tails], np.int64)
+            self._taken = {box.rank: box.num_steps - min(len(box.steps), WINDOW) for box in ranks}
+        numbers = np.array([box.rank for box in ranks], np.int64)
         block = self._pp * self._inner
         placement = Placement(
             ranks=numbers,
             stage=numbers % block // self._inner,
             copy=numbers // block,
             place=numbers % block,
-            hosts=tuple(tail.host for tail in tails),
+            hosts=tuple(box.host for box in ranks),
         )
         unknown = [math.nan] * len(PHASES)
-        last = [tail.steps[-1] if tail.steps else (0, unknown) for tail in tails]
+        last = [box.steps[-1] if box.steps else (0, unknown) for box in ranks]
         return Reading(
             generation=self._generation,
             placement=placement,
             step=np.array([step for step, _ in last], np.int64),
             seconds=np.array([seconds for _, seconds in last], np.float32),
-            fresh=self._fresh(tails),
-            doing=[tail.doing for tail in tails],
-            since_t=[tail.since_t for tail in tails],
+            fresh=self._fresh(ranks),
+            doing=[box.doing for box in ranks],
+            since_t=[box.since_t for box in ranks],
+            stale=[box.is_stale(self._boxes.step) for box in ranks],
         )
 
     def history(self, index: int) -> list[tuple[int, list[float]]]:
-        return list(self._tails[index].steps)
+        return list(self._ranks[index].steps)
 
-    def _fresh(self, tails: Sequence[BoxTail]) -> list[StepSample]:
+    def _fresh(self, ranks: Sequence[RankBox]) -> list[StepSample]:
         """The n-th last step of each rank that has taken n since, for falling n."""
-        new = [min(tail.num_steps - self._taken[tail.rank], len(tail.steps)) for tail in tails]
-        self._taken = {tail.rank: tail.num_steps for tail in tails}
+        new = [min(box.num_steps - self._taken[box.rank], len(box.steps)) for box in ranks]
+        self._taken = {box.rank: box.num_steps for box in ranks}
         unknown = [math.nan] * len(PHASES)
         samples = []
         for back in range(max(new), 0, -1):
-            steps = [tail.steps[-back] if n >= back else (0, unknown) for tail, n in zip(tails, new, strict=True)]
+            steps = [box.steps[-back] if n >= back else (0, unknown) for box, n in zip(ranks, new, strict=True)]
             seconds_RP = np.array([seconds for _, seconds in steps], np.float64)
-            nothing_R = np.full(len(tails), np.nan)
+            nothing_R = np.full(len(ranks), np.nan)
             compute_R = seconds_RP[:, COMPUTE].sum(1)
             number = max(step for step, _ in steps)
-            samples.append(StepSample(number, 0.0, math.nan, compute_R, nothing_R, nothing_R, np.ones(len(tails)),
+            samples.append(StepSample(number, 0.0, math.nan, compute_R, nothing_R, nothing_R, np.ones(len(ranks)),
                                       nothing_R))  # fmt: skip
         return samples
 
@@ -184,6 +188,7 @@ class Ranks:
         if hung and reading.doing:
             waits = np.array([doing == "comm_s" for doing in reading.doing])
             states[seen] = np.where(waits, WAITING, STALLED)[seen]
+        states[np.flatnonzero(reading.stale)] = STALE
         for index, rank in enumerate(reading.placement.ranks.tolist() if known else ()):
             states[index] = known.get(rank, states[index])
         self.states = states

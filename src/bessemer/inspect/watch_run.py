@@ -79,7 +79,8 @@ class RunWatch:
         self.predicted = predicted if predicted is not None else Prediction(why="the planner was not asked")
         self.series, self.kept = Series(), Kept()
         self.events: list[Event] = []
-        self.ranks = Ranks(feed if feed is not None else BoxFeed(Boxes(folder / "blackbox"), self.job))
+        self._boxes = Boxes(folder / "blackbox")
+        self.ranks = Ranks(feed if feed is not None else BoxFeed(self._boxes, self.job))
         self.ledger = Answer(lambda: read_ledger(folder))
         self.landing = Answer(lambda: read_landing(folder))
         self.now = 0.0
@@ -98,6 +99,8 @@ class RunWatch:
             self.now = time.time() if now is None else now
             self._take_metrics()
             self._take_events()
+            self._boxes.begin(self.kept.attempt_t)
+            self._boxes.step = int(self.series.last("step") or 0)
             self.ranks.read(self._known_states(), hung=self.hung, ended=self.kept.end is not None)
             self._looked_s = time.monotonic()
         state = (len(self.series), self.series.generation, self.kept.attempt, self.kept.end is not None)

@@ -1,8 +1,8 @@
 // All ranks as one canvas, a cell each; the keyboard moves a cursor over it.
 
-const STATES = ["unknown", "running", "slow", "waiting", "stalled", "lost", "spare", "ended"];
+const STATES = ["unknown", "running", "slow", "waiting", "stalled", "lost", "spare", "ended", "stale"];
 const UNKNOWN = 65535;
-const STATE_COLOURS = { unknown: "idle", waiting: "warn", stalled: "bad", lost: "lost", spare: "spare" };
+const STATE_COLOURS = { unknown: "idle", waiting: "warn", stalled: "bad", lost: "lost", spare: "spare", stale: "idle" };
 const LARGEST_CELL = 44;
 
 class Heat {

@@ -115,7 +115,7 @@ function showTiles(run) {
 }
 
 function rankWords(counts) {
-  const told = ["slow", "waiting", "stalled", "lost", "spare"]
+  const told = ["slow", "waiting", "stalled", "lost", "spare", "stale"]
     .filter((name) => counts[name])
     .map((name) => `${whole(counts[name])} ${name}`);
   return told.join(", ") || (counts.running || counts.ended ? "none is slow" : "no black boxes yet");

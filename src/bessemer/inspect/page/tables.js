@@ -82,7 +82,7 @@ function showWorst(run, rows, title, open) {
 function doing(row, now) {
   if (!row.doing) return NONE;
   const phase = row.doing.replace(/_s$/, ""),
-    age = known(row.since_t) && !["lost", "ended"].includes(row.state) ? now - row.since_t : NaN;
+    age = known(row.since_t) && !["lost", "ended", "stale"].includes(row.state) ? now - row.since_t : NaN;
   return (phase === "comm" ? "waiting" : phase) + (age > 1 && age < 86400 ? `, ${seconds(age)}` : "");
 }
 
