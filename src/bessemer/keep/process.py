@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from bessemer.runtime.trace_signal import hold_trace_signal
+
 __all__ = ["Child", "exit_text", "usable_cores"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -125,10 +127,12 @@ class Child:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """For preexec_fn: the kernel sends SIGKILL when the parent ends, even by kill -9."""
+    """For preexec_fn: the kernel sends SIGKILL when the parent ends, even by kill -9. What asks for a trace waits until
+    somebody takes it."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def set_up() -> None:
+        hold_trace_signal()
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the call: nobody would ever send the signal
             os._exit(1)

@@ -7,7 +7,8 @@
 A trace is traces/step-12-rank-3.json.gz, in Chrome's format with one more key, "bessemer", that says when on the
 rank's monotonic clock the step began, so that it can be laid beside the black boxes. A profiled step is slower (+19 to
 +40 % of CPU time were measured on small operators), and the first one waits for what the profiler loads; other steps
-cost nothing but one look at the file, where that is asked for.
+cost nothing but one look at the file, where that is asked for. What is done before and after such a step is the phase
+`profile_s`, by which others know why the rank is late.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bessemer.core.job import InspectSection
+from bessemer.runtime.phases import Phases
+from bessemer.runtime.trace_signal import take_trace_signal
 
 __all__ = ["ASK_FILE", "StepProfiler"]
 
@@ -36,10 +39,13 @@ ASK_FILE = "now"
 
 class StepProfiler:
     """Writes traces of this rank to `folder`, and keeps its newest `section.traces`. Nothing that goes wrong in it
-    reaches the step."""
+    reaches the step. phases: those of the step, to mark what it takes."""
 
-    def __init__(self, folder: Path, *, rank: int, section: InspectSection, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, *, rank: int, section: InspectSection, device: torch.device, phases: Phases | None = None
+    ) -> None:
         self.folder, self.rank = folder, rank
+        self._phases = phases
         self._every, self._keep, self._device = section.trace_every, section.traces, device
         self._file = folder / ASK_FILE if section.trace_on == "file" else None
         if self._file is not None:
@@ -48,7 +54,7 @@ class StepProfiler:
         self._asked_at = self._touched()
         self._signalled = False
         if section.trace_on == "signal" and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR2, lambda number, frame: self._signal())
+            take_trace_signal(self._signal)
 
     def step(self, step: int) -> AbstractContextManager[object]:
         """A context for step `step` (from 1), which profiles it where it is due."""
@@ -74,29 +80,40 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        profiler = profile(activities=activities, acc_events=True)
-        running = False
-        try:
-            profiler.start()
-            running = True
-        except Exception as error:
-            self._complain(step, error)
+        with self._aside():
+            profiler = self._started(step)
         name = f"bessemer step {step}"
         anchor = {"rank": self.rank, "step": step, "name": name, "clock_s": time.perf_counter(), "wall_s": time.time()}
         try:
-            with record_function(name) if running else contextlib.nullcontext():
+            with record_function(name) if profiler is not None else contextlib.nullcontext():
                 yield
         finally:
-            if running:
-                try:
-                    profiler.add_metadata_json("bessemer", json.dumps(anchor))
-                    profiler.stop()
-                    self._write(profiler, step)
-                except Exception as error:
-                    self._complain(step, error)
+            if profiler is not None:
+                with self._aside():
+                    self._stop(profiler, step, anchor)
+
+    def _aside(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._phases is None else self._phases("profile_s")
+
+    def _started(self, step: int) -> profile | None:
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        try:
+            profiler = profile(activities=activities, acc_events=True)
+            profiler.start()
+        except Exception as error:
+            self._complain(step, error)
+            return None
+        return profiler
+
+    def _stop(self, profiler: profile, step: int, anchor: dict[str, Any]) -> None:
+        try:
+            profiler.add_metadata_json("bessemer", json.dumps(anchor))
+            profiler.stop()
+            self._write(profiler, step)
+        except Exception as error:
+            self._complain(step, error)
 
     def _write(self, profiler: profile, step: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

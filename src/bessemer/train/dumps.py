@@ -5,11 +5,14 @@
     dumps.non_finite(passes, fault)       # from `diagnosis`
     dumps.exception(passes, error)        # from the loop
 
-Nothing here raises: a full disk, or a device that gives nothing back, must not hide the fault itself.
+Nothing here raises: a full disk, or a device that gives nothing back, must not hide the fault itself. So the fault is
+in the log before its dump is begun, which may never end where a disk hangs. Others wait for a rank that dumps: it does
+so in the phase `dump_s`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -36,6 +39,7 @@ from bessemer.runtime.blackbox import Mark, Operation, read_blackbox
 from bessemer.runtime.dump import Bag, packed_call, without_texts, write_dump
 from bessemer.runtime.dump_folder import core_file, publish
 from bessemer.runtime.first_bad import Call
+from bessemer.runtime.phases import Phases
 from bessemer.runtime.recorder import Recorder
 from bessemer.runtime.step_profiler import StepProfiler
 from bessemer.train.passes import Batch, Passes
@@ -80,6 +84,7 @@ class Dumps:
 
     def non_finite(self, passes: Passes, fault: Fault) -> str:
         """Keep a non-finite value; the path of the dump, empty where none was written."""
+        _print(f"step {fault.step + 1}: {fault.text}; its dump is written now")
         bag = self._bag()
 
         def record() -> dict[str, Any]:
@@ -93,13 +98,16 @@ class Dumps:
                 **self._micro_batches(passes, fault.step, fault.batches, bag, fault.tensors),
             }
 
-        return self._written(fault.step, record, bag)
+        with passes.phases("dump_s"):
+            return self._written(fault.step, record, bag)
 
     def exception(self, passes: Passes, step: int, error: Exception) -> None:
         """Keep an exception of step `step` (from 0). Those that report another rank's end, or were made for people
         (`BessemerError`), are none of this rank's operators."""
         if isinstance(error, BessemerError) or sounds_like_a_lost_peer(str(error)):
             return
+        said = "".join(traceback.format_exception(error))
+        _print(f"step {step + 1} failed; its dump is written now, and this comes again with its place:\n{said}")
         bag = self._bag()
         batches = dict([passes.running]) if passes.running is not None else {}
 
@@ -119,7 +127,8 @@ class Dumps:
                 **self._micro_batches(passes, step, batches, bag, found),
             }
 
-        path = self._written(step, record, bag)
+        with passes.phases("dump_s"):
+            path = self._written(step, record, bag)
         if path:
             error.add_note(f"dump of this fault: {path}\n`bessemer landing --replay {path}` runs it again")
 
@@ -142,7 +151,7 @@ class Dumps:
 
     def _say(self, event: str, step: int, **fields: Any) -> None:
         try:
-            print(f"{event}: " + ", ".join(f"{k} {v}" for k, v in fields.items()), file=sys.stderr, flush=True)
+            _print(f"{event}: " + ", ".join(f"{k} {v}" for k, v in fields.items()))
             self._tell(event, rank=self.number, step=step + 1, **fields)
         except Exception:  # the fault itself is about to be reported on the same ways, and says more
             return
@@ -234,13 +243,20 @@ def dumps_of(job: Job, mesh: Mesh, member: Member, recorder: Recorder) -> Dumps 
     )  # fmt: skip
 
 
-def profiler_of(job: Job, mesh: Mesh, member: Member) -> StepProfiler | None:
-    """The profiler of a rank of a run, None where the job never asks for a trace."""
+def profiler_of(job: Job, mesh: Mesh, member: Member, phases: Phases) -> StepProfiler | None:
+    """The profiler of a rank of a run, which marks what it takes in `phases`; None where the job never asks for a
+    trace."""
     section = job.inspect
     if not section.trace_every and section.trace_on == "none":
         return None
     assert member.run_folder is not None
-    return StepProfiler(member.run_folder / "traces", rank=member.number, section=section, device=mesh.device)
+    folder = member.run_folder / "traces"
+    return StepProfiler(folder, rank=member.number, section=section, device=mesh.device, phases=phases)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # a log on a full disk
+        print(text, file=sys.stderr, flush=True)
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -203,7 +203,7 @@ def _run(job: Job, member: Member) -> None:
         exact=job.keep.sums == "exact",
         joins=joins,
         origin=Origin.of_environment(member.vault),
-        profiler=profiler_of(job, mesh, member),
+        profiler=profiler_of(job, mesh, member, parts.step.passes.phases),
     )
     saver.leads = lambda: loop.leads
     if mesh.rank == 0:

@@ -22,6 +22,7 @@ from bessemer.keep.vault_client import VaultClient
 from bessemer.parallel.mesh import Mesh, build_mesh
 from bessemer.runtime.device import pick_device
 from bessemer.runtime.recorder import Recorder
+from bessemer.runtime.trace_signal import hold_trace_signal
 from bessemer.train.assembly import assemble
 from bessemer.train.dumps import dumps_of, profiler_of
 from bessemer.train.loop import Loop
@@ -47,6 +48,7 @@ def main() -> int:
 def join(job: Job) -> int:
     """Take part in `job` as the rank that a launcher's variables describe (torchrun, Slurm, MPI). RequestError for what
     only our own agent does."""
+    hold_trace_signal()
     if job.keep.restarts:
         raise RequestError(
             f"keep.restarts = {job.keep.restarts} needs the agent that starts the ranks; a launcher started this one",
@@ -103,7 +105,7 @@ def run_rank(job: Job, member: Member) -> None:
             saver=saver,
             run_folder=member.run_folder,
             origin=Origin.of_environment(member.vault),
-            profiler=profiler_of(job, mesh, member),
+            profiler=profiler_of(job, mesh, member, parts.step.passes.phases),
         )
         if mesh.rank == 0:
             tell_start(job, spec, member)
