@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from takeoff_fleets import fleet, slower, with_rank
 
 from bessemer.core.errors import DataError
+from bessemer.inspect import takeoff_local
 from bessemer.inspect.takeoff_compare import blame, low_outliers, majority
 from bessemer.inspect.takeoff_history import (
     History,
@@ -22,11 +24,14 @@ from bessemer.inspect.takeoff_history import (
     write_checksums,
 )
 from bessemer.inspect.takeoff_patrol import Rule, out_of_service, slower_than_before
-from bessemer.inspect.takeoff_records import Hello
+from bessemer.inspect.takeoff_records import Hello, RankState
 from bessemer.inspect.takeoff_rounds import partners, rounds, sample
+from bessemer.inspect.takeoff_rules import Floors, judge
 from bessemer.inspect.takeoff_verdict import Finding
 from bessemer.inspect.takeoff_worker import _leader
+from bessemer.runtime.device import Cpu
 from bessemer.runtime.disk import measure_disk, nearest_folder
+from bessemer.runtime.known_answer import Burner
 from bessemer.runtime.links import Link, read_links
 from bessemer.runtime.nvml import read_gpus
 
@@ -144,6 +149,39 @@ def test_checksums_are_kept_and_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read_checksums(file)
     assert caught.value.code == "takeoff-history" and "rm " in caught.value.fix
+
+
+def test_unlike_devices_of_one_name_share_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual machines call different processors alike; another instruction set adds in another order."""
+    burner = Burner("fp32", Cpu(), 16)
+    for name in takeoff_local._CHOOSING:
+        monkeypatch.delenv(name, raising=False)
+    keys = [takeoff_local._key(Cpu(), burner)]
+    monkeypatch.setattr(takeoff_local, "cpu_identity", lambda: "26/2/1 01234567 48K/1024K")
+    keys.append(takeoff_local._key(Cpu(), burner))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    keys.append(takeoff_local._key(Cpu(), burner))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    keys.append(takeoff_local._key(Cpu(), burner))
+    monkeypatch.setattr(torch, "__version__", "3.0")
+    keys.append(takeoff_local._key(Cpu(), burner))
+    assert len(set(keys)) == 5 and all(key.startswith(f"fp32 16 on {Cpu().name} (") for key in keys)
+    assert "26/2/1" in keys[-1] and "threads 77" in keys[-1] and "ONEDNN_MAX_CPU_ISA=AVX2" in keys[-1]
+
+
+def test_answers_are_compared_among_like_devices_alone() -> None:
+    """Nor is what another kind answered before held against them."""
+
+    def other(state: RankState) -> RankState:
+        products = tuple(
+            p.model_copy(update={"key": f"{p.key}, other", "checksum": f"{p.checksum}-2"}) for p in state.products
+        )
+        return state.model_copy(update={"products": products})
+
+    mixed = with_rank(fleet(4), 3, other)
+    stored = checksums_after(mixed, {})
+    assert len(stored) == 8
+    assert not [f for f in judge(mixed, stored, Floors()) if f.check == "answer"]
 
 
 def test_two_answers_are_not_stored() -> None:

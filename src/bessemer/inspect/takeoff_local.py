@@ -23,6 +23,7 @@ from bessemer.inspect.takeoff_records import (
 )
 from bessemer.runtime.device import Device
 from bessemer.runtime.disk import measure_disk
+from bessemer.runtime.host import cpu_identity
 from bessemer.runtime.host_state import read_limits, read_versions, torch_versions
 from bessemer.runtime.known_answer import FORMATS, Burn, Burner
 from bessemer.runtime.links import read_links
@@ -35,6 +36,9 @@ __all__ = ["Effort", "check_host", "check_rank", "effort_of", "merged", "set_thr
 _CPU_SHORT = ("fp32", "bf16", "int8", "fp64")
 """fp16 and FP8 have no units in most CPUs, and take seconds for one product."""
 _SIZES = {"cpu": 512, "cuda": 4096, "musa": 4096}
+_CHOOSING = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE",
+             "CUBLAS_WORKSPACE_CONFIG")  # fmt: skip
+"""Variables by which users choose another code for the same product."""
 _SLICE_S = 5.0  # of a burn-in: long enough to be steady, short enough that formats take turns
 
 
@@ -121,10 +125,24 @@ def _products(device: Device, effort: Effort) -> tuple[Product, ...]:
 
 
 def _key(device: Device, burner: Burner) -> str:
-    library = f"torch {torch.__version__}"
+    """With what the checksum may be compared: equal products on what adds in the same order."""
+    return f"{burner.name} {burner.size} on {device.name} ({_kind(device)}), torch {torch.__version__} {_path(device)}"
+
+
+def _kind(device: Device) -> str:
+    """What a device's name leaves open."""
     if device.kind == "cpu":
-        library += f" {torch.backends.cpu.get_cpu_capability()}, threads {torch.get_num_threads()}"
-    return f"{burner.name} {burner.size} on {device.name}, {library}"
+        return cpu_identity()
+    about = torch.get_device_module(device.torch_device).get_device_properties(device.torch_device)
+    return f"{about.major}.{about.minor}, {about.multi_processor_count} processors"
+
+
+def _path(device: Device) -> str:
+    """Through which code products run."""
+    chosen = [f"{name}={os.environ[name]}" for name in _CHOOSING if name in os.environ]
+    if device.kind == "cpu":
+        return ", ".join([torch.backends.cpu.get_cpu_capability(), f"threads {torch.get_num_threads()}", *chosen])
+    return ", ".join([str(torch.version.cuda or torch.version.git_version), *chosen])
 
 
 def merged(burns: Sequence[Burn], key: str) -> Product:

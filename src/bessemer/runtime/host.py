@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import zlib
 from pathlib import Path
 
-__all__ = ["cpu_model", "status_bytes", "usable_cores"]
+__all__ = ["cpu_identity", "cpu_model", "status_bytes", "usable_cores"]
+
+_CPUINFO = Path("/proc/cpuinfo")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_PARTS = ("cpu family", "model", "stepping", "CPU implementer", "CPU architecture", "CPU variant", "CPU part")
+_ARITHMETIC = ("sse", "ssse", "avx", "amx", "fma", "f16c", "fp", "asimd", "sve", "sme", "i8mm", "bf16")
+"""How the names of instruction sets for numbers begin. Which others a kernel lists depends on its version."""
 
 
 def usable_cores() -> int:
@@ -16,12 +23,32 @@ def usable_cores() -> int:
 
 def cpu_model() -> str:
     """The processor's name as the system gives it, e.g. "AMD EPYC 9654"."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    return platform.processor() or platform.machine()
+    return " ".join(_first_cpu(_CPUINFO).get("model name", "").split()) or platform.processor() or platform.machine()
+
+
+def cpu_identity(cpuinfo: Path = _CPUINFO, caches: Path = _CACHES) -> str:
+    """What tells processors of one name apart that may add in another order: family, model and stepping, a checksum of
+    the instruction sets for numbers, the caches that libraries cut products by. Virtual machines often share a name."""
+    first = _first_cpu(cpuinfo)
+    parts = "/".join(first[name] for name in _PARTS if name in first)
+    flags = (first.get("flags") or first.get("Features") or "").split()
+    numeric = " ".join(sorted(flag for flag in set(flags) if flag.startswith(_ARITHMETIC)))
+    sizes = []
+    for index in sorted(caches.glob("index*")):
+        try:
+            kind, size = ((index / name).read_text().strip() for name in ("type", "size"))
+        except OSError:
+            continue
+        sizes += [size] * (kind != "Instruction")
+    return f"{parts or platform.machine()} {zlib.crc32(numeric.encode()):08x} {'/'.join(sizes) or 'no caches'}"
+
+
+def _first_cpu(cpuinfo: Path) -> dict[str, str]:
+    """The lines of the first processor there."""
+    if not cpuinfo.is_file():
+        return {}
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
 
 
 def status_bytes(field: str) -> int:
