@@ -285,6 +285,18 @@ class Cohort:
                     self._link.shutdown(socket.SHUT_RDWR)
 
     def _receive(self) -> None:
+        """In a thread. However it ends, whoever waits hears of it."""
+        try:
+            end = self._hear()
+        except Exception as error:
+            what = f"what came from the coordinator at {self.address} can't be understood: {error!r}"
+            end = PeerLost(what, code="coordinator-garbled")
+        with self._changed:
+            self._end = self._end or end
+            self._changed.notify_all()
+
+    def _hear(self) -> BessemerError:
+        """Take in what coordinators say; returns once there is none any more."""
         asked = False
         while True:
             try:
@@ -306,12 +318,8 @@ class Cohort:
                     self._changed.notify_all()
                 continue
             self._link.close()
-            if self._end is None and self._find(self._give_up_s):
-                continue
-            with self._changed:
-                self._end = self._end or PeerLost("the coordinator is gone", code="coordinator-lost")
-                self._changed.notify_all()
-            return
+            if self._end is not None or not self._find(self._give_up_s):
+                return PeerLost("the coordinator is gone", code="coordinator-lost")
 
     def _take(self, record: Mapping[str, Any]) -> None:
         kind, term = record["kind"], int(record["term"])
