@@ -206,6 +206,8 @@ def test_a_vault_that_still_writes_keeps_the_folder(tmp_path: Path, monkeypatch:
 def test_metrics_are_cut_back_to_the_step_of_the_resume(tmp_path: Path) -> None:
     folder = claimed(job_in(tmp_path))
     folder.metrics_file.write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 6)) + '{"st')
-    assert folder.cut_metrics(3) == 2
+    assert folder.last_step() == 5
+    assert folder.cut_metrics(3) == (2, {"step": 5})
+    assert folder.last_step() == 3
     assert [m["step"] for m in folder.metrics()] == [1, 2, 3]
     until(lambda: not list(folder.path.glob(".*tmp")), "the end of the aside file", 1)

@@ -16,7 +16,8 @@ from bessemer.keep.run_folder import RunFolder
 
 __all__ = ["HostJournal"]
 
-_MOST_WAITING = 10_000
+_MOST_WAITING = 100_000
+"""As many as a file's writer lets wait for room on the disk, which may come to wait here."""
 
 
 class HostJournal(Journal):
@@ -34,24 +35,30 @@ class HostJournal(Journal):
         if not self.writes:
             self.writes = self.wrote = True
             self._open_files()
-            self.step = max((int(r["step"]) for r in self.folder.metrics() if "step" in r), default=0)
+            self.step = self.folder.last_step()
             self.saved, self.loaded = self.folder.newest_saved(), self.loaded or begun
             self.hand_on()
 
     def cease(self) -> None:
-        """Write no more until `begin`."""
+        """Write no more until `begin`. What the disk had no room for is now for whoever writes."""
         if self.writes:
             self.writes = False
+            for of, writer in self._files.items():
+                self._waiting.extend((of, record) for record in writer.withdraw())
             self._close_files()
 
     def hand_on(self) -> None:
         """What has waited for a coordinator, or for this agent to write."""
         while self._waiting:
             of, record = self._waiting[0]
-            if self.writes:
+            if not self.writes:
+                if not self.send({"kind": "record", "of": of, "record": dict(record)}):
+                    return
+            elif of == "events":
                 super()._write(of, record)
-            elif not self.send({"kind": "record", "of": of, "record": dict(record)}):
-                return
+            elif int(record["step"]) > self.step:  # else another host has written it meanwhile
+                self.step = int(record["step"])
+                super()._write(of, record)
             self._waiting.popleft()
 
     @property
@@ -60,11 +67,14 @@ class HostJournal(Journal):
         return not self._waiting
 
     def take(self, of: str, record: Mapping[str, Any]) -> None:
-        """A record of another host."""
+        """A record of another host. One of an earlier step than was told last has waited there for room on the disk:
+        where later ones still wait here it comes before them."""
         fields = dict(record)
         if of == "metrics":
             if int(fields["step"]) > self.step:
                 self.metric(fields)
+            elif self.writes and self._files["metrics"].waiting and int(fields["step"]) > self.folder.last_step():
+                self._files["metrics"].slip_in(fields, by="step")
         else:
             self.event(str(fields.pop("event")), **fields)
 

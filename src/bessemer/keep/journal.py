@@ -37,7 +37,7 @@ class Journal:
         self.loaded = False
         self._before = folder.manifests()
         self._board: BoardWriter | None = None
-        self._files: dict[str, RecordWriter] = {}
+        self._files: dict[Literal["metrics", "events"], RecordWriter] = {}
         self._open_files()
         printer.open()
 
@@ -100,13 +100,19 @@ class Journal:
     def _go_on_from(self, step: int) -> None:
         """Drops metrics after `step`: those steps are done again. TensorBoard is told the same."""
         self.step = step
+        waited = self._files["metrics"].withdraw()
         self._files["metrics"].close()
-        last_t = max((r["t"] for r in self.folder.metrics() if r.get("step", 0) > step and "t" in r), default=None)
-        dropped = self.folder.cut_metrics(step)
+        dropped, last = self.folder.cut_metrics(step)
         self._files["metrics"] = RecordWriter(self.folder.metrics_file)
-        if dropped:
-            # the ledger tells redone work from downtime by it
-            self._write("events", {"t": time.time(), "event": "cut", "step": step, "steps": dropped, "last_t": last_t})
+        for record in waited:
+            if int(record["step"]) <= step:
+                self._write("metrics", record)
+            else:
+                dropped, last = dropped + 1, dict(record)
+        if last is not None:
+            # the ledger tells redone work from downtime by when the last of them was done
+            fields = {"step": step, "steps": dropped, "last_t": last.get("t")}
+            self._write("events", {"t": time.time(), "event": "cut", **fields})
             self.printer.line("resumed", f"{dropped} steps after step {step} were not saved and are done again", "cyan")
         if self._board is not None:
             self._board.resume(step)

@@ -9,18 +9,20 @@ import errno
 import json
 import math
 import os
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from bessemer.core.errors import CheckpointError, DataError
 
-__all__ = ["RecordWriter", "cut_records", "read_records", "write_atomically"]
+__all__ = ["RecordWriter", "cut_records", "last_record", "read_records", "write_atomically"]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_BLOCK = 1 << 16
 _MOST_WAITING = 100_000
 """Lines that wait for room, of some hundred bytes each."""
 
@@ -34,15 +36,15 @@ class RecordWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[tuple[Mapping[str, Any], bytes]] = deque()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._file, _whole_bytes(path))
+        with path.open("rb") as file:
+            os.ftruncate(self._file, _line_start(file, os.fstat(self._file).st_size))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """One line. NaN and infinity, which JSON lacks, are written as null. OSError where it can't be written for
         another reason than a full disk, or too many lines wait."""
-        line = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n"
-        self._waiting.append(line.encode())
+        self._waiting.append((record, _line_of(record)))
         self._catch_up()
         if len(self._waiting) > _MOST_WAITING:
             raise self._full()
@@ -51,6 +53,19 @@ class RecordWriter:
     def waiting(self) -> int:
         """How many lines the disk has no room for."""
         return len(self._waiting)
+
+    def slip_in(self, record: Mapping[str, Any], by: str) -> None:
+        """A line that comes late: among those that wait, which ascend in the field `by`. Nothing happens where one of
+        the same waits."""
+        at = bisect_left(self._waiting, record[by], key=lambda waiting: waiting[0][by])
+        if at == len(self._waiting) or self._waiting[at][0][by] != record[by]:
+            self._waiting.insert(at, (record, _line_of(record)))
+
+    def withdraw(self) -> list[Mapping[str, Any]]:
+        """What waits: from now on somebody else's to write."""
+        records = [record for record, _ in self._waiting]
+        self._waiting.clear()
+        return records
 
     def sync(self) -> None:
         self._catch_up()
@@ -70,7 +85,7 @@ class RecordWriter:
     def _catch_up(self) -> None:
         """Write what waits, as far as there is room."""
         while self._waiting:
-            line = self._waiting[0]
+            _, line = self._waiting[0]
             try:
                 written = os.write(self._file, line)
             except OSError as error:
@@ -114,17 +129,39 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def cut_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Rewrites the file with only the records that `keep` accepts; returns how many were dropped.
+def last_record(path: Path) -> dict[str, Any] | None:
+    """The record of the last whole line, which alone is read; None where there is none. DataError for a bad one."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        end = _line_start(file, os.fstat(file.fileno()).st_size)
+        return None if end == 0 else _line_at(file, end - 1)[0]
 
-    Written aside, flushed and renamed, so that a crash leaves the old file or the new one.
+
+def cut_records(path: Path, goes: Callable[[dict[str, Any]], bool]) -> tuple[int, dict[str, Any] | None]:
+    """Cuts the file before the first record that `goes`, as have to all that follow it; a torn last line goes too.
+    Returns how many went and the last of them.
+
+    Of a file of any length a few lines are parsed, since the place is searched for by halves; those that go are counted
+    by their ends. DataError for a bad line among the parsed ones.
     """
-    records = list(read_records(path))
-    kept = [r for r in records if keep(r)]
-    torn = path.exists() and _whole_bytes(path) != path.stat().st_size
-    if len(kept) < len(records) or torn:
-        write_atomically(path, "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept))
-    return len(records) - len(kept)
+    if not path.exists():
+        return 0, None
+    with path.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        low, high = 0, _line_start(file, size)
+        end = high
+        while low < high:  # both are starts of lines: what lies before `low` stays, what lies from `high` on goes
+            record, start, after = _line_at(file, (low + high) // 2)
+            if goes(record):
+                high = start
+            else:
+                low = after
+        last = None if low == end else _line_at(file, end - 1)[0]
+        count = sum(block.count(b"\n") for block in _blocks(file, low, end))
+        if low < size:
+            os.ftruncate(file.fileno(), low)
+    return count, last
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -156,18 +193,43 @@ def write_atomically(path: Path, text: str) -> None:
         os.close(directory)
 
 
-def _whole_bytes(path: Path) -> int:
-    """The size of the file up to and with its last newline."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
+def _line_start(file: BinaryIO, at: int) -> int:
+    """Where the line begins in which the byte `at` lies: behind the last newline before it."""
+    while at > 0:
+        start = max(0, at - _BLOCK)
+        newline = os.pread(file.fileno(), at - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        at = start
     return 0
+
+
+def _line_at(file: BinaryIO, at: int) -> tuple[dict[str, Any], int, int]:
+    """The record of the line in which the byte `at` lies, which has a newline; where it begins, and where the next
+    one does."""
+    start = _line_start(file, at)
+    file.seek(start)
+    line = file.readline()
+    try:
+        return json.loads(line), start, start + len(line)
+    except ValueError as error:
+        raise DataError(
+            f"{file.name}, the line at byte {start}: not a JSON object: {error}",
+            code="damaged-records",
+            fix=f"delete that line of {file.name}, or restore the file",
+        ) from error
+
+
+def _blocks(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+    """The bytes from `start` to `end`."""
+    file.seek(start)
+    while start < end and (block := file.read(min(_BLOCK * 16, end - start))):
+        yield block
+        start += len(block)
+
+
+def _line_of(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
 def _finite(value: Any) -> Any:

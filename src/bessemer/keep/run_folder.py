@@ -22,7 +22,7 @@ from typing import Any
 
 from bessemer.core.errors import RunFolderError
 from bessemer.core.job import Job
-from bessemer.keep.records import cut_records, read_records, write_atomically
+from bessemer.keep.records import cut_records, last_record, read_records, write_atomically
 
 __all__ = ["RunFolder", "short_path"]
 
@@ -138,9 +138,14 @@ class RunFolder:
         write_atomically(self.path / "run.json", json.dumps(run, indent=1) + "\n")
         return run
 
-    def cut_metrics(self, step: int) -> int:
-        """Drops the metrics of steps after `step`, from which the run goes on; returns how many lines went."""
-        return cut_records(self.metrics_file, lambda record: record.get("step", 0) <= step)
+    def last_step(self) -> int:
+        """The newest step that has its metrics; 0 where none has."""
+        return int((last_record(self.metrics_file) or {}).get("step", 0))
+
+    def cut_metrics(self, step: int) -> tuple[int, dict[str, Any] | None]:
+        """Drops the metrics of steps after `step`, from which the run goes on; returns how many lines went and the
+        record of the last of them."""
+        return cut_records(self.metrics_file, lambda record: int(record.get("step", 0)) > step)
 
     def _check_identity(self, old: Mapping[str, Any]) -> None:
         if not old:
@@ -166,8 +171,7 @@ class RunFolder:
     def _check_never(self) -> None:
         if self.job.run.resume != "never":
             return
-        last = max((m.get("step", 0) for m in self.metrics()), default=0)
-        saved = self.newest_saved()
+        last, saved = self.last_step(), self.newest_saved()
         if last or saved:
             raise RunFolderError(
                 f'run.resume = "never", but {self.path} already holds a run up to step {max(last, (saved or (0,))[0])}',
