@@ -34,6 +34,7 @@ from bessemer.keep.run_folder import RunFolder, short_path
 from bessemer.keep.vault_host import VaultHost
 from bessemer.keep.verdict import Ending, cause_of, stopped_early
 from bessemer.keep.wire import private_dir, short_temp_dir
+from bessemer.runtime.host_state import raise_open_files
 
 __all__ = ["Agent", "Options", "Timeouts", "run"]
 
@@ -85,14 +86,8 @@ def run(job: Job, options: Options | None = None) -> int:
         claimed = folder.claim()
         journal = Journal(folder, Printer(job.train.steps, quiet=options.quiet))
         try:
-            journal.event(
-                "start",
-                job_hash=job.hash,
-                identity=job.identity,
-                world_size=world_size,
-                attempt=claimed["attempt"],
-                host=socket.gethostname(),
-            )
+            fields = {"job_hash": job.hash, "identity": job.identity, "world_size": world_size}
+            journal.event("start", **fields, attempt=claimed["attempt"], host=socket.gethostname())
             code = _prepare(options, journal)
             if code is not None:
                 return code
@@ -157,6 +152,7 @@ class Agent:
         self._killed = ""  # why we ended ranks by force
 
     def run(self) -> int:
+        raise_open_files()
         with signals_into(self._hub) as wishes:
             try:
                 self._start()

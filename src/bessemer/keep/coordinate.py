@@ -26,6 +26,7 @@ from bessemer.keep.hosts_coordinator import HostsCoordinator
 from bessemer.keep.links import SECRET, listen_at
 from bessemer.keep.membership import Membership
 from bessemer.keep.takeover import Decision, DecisionLog, stand_by
+from bessemer.runtime.host_state import raise_open_files
 
 __all__ = ["Post", "main", "membership_of", "serve"]
 
@@ -114,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not secret:
         parser.error(f"{SECRET} is not set: without a secret anybody could join")
     hosts = tuple(filter(None, given.hosts.split(",")))
+    raise_open_files()
     post = Post(given.address, secret, given.log, given.lease, given.standby_of, given.recover, hosts, given.number)
     return serve(load_job(given.job), post)
 

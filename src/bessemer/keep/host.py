@@ -29,6 +29,7 @@ from bessemer.keep.reception import RankState, Reception
 from bessemer.keep.run_folder import RunFolder
 from bessemer.keep.vault_host import VaultHost
 from bessemer.keep.verdict import Ending
+from bessemer.runtime.host_state import raise_open_files
 
 __all__ = ["Services", "main"]
 
@@ -59,6 +60,7 @@ class Services:
 
     def run(self) -> int:
         """0, or what the ranks' ending asks for. A set-up that fails is told to every rank that comes."""
+        raise_open_files()
         try:
             with signals_into(self.hub):
                 self._set_up()

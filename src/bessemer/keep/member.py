@@ -320,9 +320,9 @@ class Member:
 
     def _wait(self, timeout_s: float) -> bool:
         assert self._socket is not None
-        writable = [self._socket] if self._out else []
-        readable, written, _ = select.select([self._socket], writable, [], timeout_s)
-        return bool(readable or written)
+        poller = select.poll()  # not select(), which can't watch descriptors above 1023
+        poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
+        return bool(poller.poll(timeout_s * 1000))
 
     def _install_handlers(self) -> None:
         def on_signal(number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Limits", "read_limits", "read_versions", "torch_versions"]
+__all__ = ["Limits", "raise_open_files", "read_limits", "read_versions", "torch_versions"]
 
 _PACKAGES = ("bessemer", "torch", "numpy", "safetensors", "triton", "torch_musa")
 _DRIVERS = {
@@ -36,6 +36,15 @@ def read_limits() -> Limits:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
         limits["ports"] = int(high) - int(low) + 1
     return limits
+
+
+def raise_open_files() -> None:
+    """Let this process and what it starts have as many files and connections open as the system grants: the usual soft
+    limit of 1,024 is there for programs that use select(2), which nothing here does with so many. A coordinator needs
+    one for each rank, and its host's agent two."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError):  # a hard limit that is above what the kernel grants by now can't be used
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def read_versions(more: Mapping[str, str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from bessemer.keep.vault_client import VaultClient
 from bessemer.parallel.across import Link, connect_gloo, connect_nccl
 from bessemer.parallel.mesh import build_mesh
 from bessemer.runtime.device import Device, pick_device
+from bessemer.runtime.host_state import raise_open_files
 from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
 from bessemer.train.dumps import dumps_of, profiler_of
@@ -130,6 +131,7 @@ class MeetingConnector(Connector):
 def run_member(job: Job, member: Member) -> int:
     """Train as a rank of a group; returns the exit code. What the process may still be stuck in ends with it."""
     code = 0
+    raise_open_files()
     try:
         _run(job, member)
     except (Fenced, Released) as end:
