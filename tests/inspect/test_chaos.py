@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from keep.checkpoint_tools import running_vault
 from train.loops import small_job
 
 from bessemer import api
-from bessemer.core.errors import ConfigError, RequestError
+from bessemer.core.errors import CheckpointError, ConfigError, RequestError
 from bessemer.core.job_file import dump_job
 from bessemer.inspect.chaos import Commits
 from bessemer.inspect.chaos_faults import Plan, Schedule, read_plan
+from bessemer.inspect.chaos_flip import flip_and_kill
 from bessemer.inspect.chaos_target import Standing, child_running, is_child
+from bessemer.keep.checkpoint import Slice
+from bessemer.keep.memory_copies import MemoryCopies
+from bessemer.keep.vault_client import VaultClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -70,7 +76,7 @@ def test_draws_follow_from_the_seed(tmp_path: Path) -> None:
     assert {kind for _, kind in first} == {"kill", "term"}
 
 
-@pytest.mark.parametrize("name", ["chaos_faults.toml", "chaos_mixed.toml"])
+@pytest.mark.parametrize("name", ["chaos_faults.toml", "chaos_mixed.toml", "chaos_hosts_faults.toml"])
 def test_the_examples_are_read(name: str) -> None:
     assert read_plan(EXAMPLES / name).rules
 
@@ -88,6 +94,9 @@ def test_the_examples_are_read(name: str) -> None:
         ('kind = "kill"\nat_s = 1\nrank = true', "fault 1.rank", "rank = 0"),
         ('kind = "vault"\nat_s = 1\nrank = 1', "fault 1.rank", "remove rank"),
         ('kind = "slow"\nat_s = 1', "fault 1", "for_s = 10"),
+        ('kind = "cut"\nat_s = 1', "fault 1", "for_s = 10"),
+        ('kind = "host"\nat_s = 1\nhost = "one"', "fault 1.host", 'host = "any"'),
+        ('kind = "kill"\nat_s = 1\nhost = 1', "fault 1.host", "remove host"),
         ('kind = "kill"\nat_s = 1\ntimes = 2', "fault 1.times", "remove times"),
         ("at_s = 1", "fault 1.kind", "kind ="),
     ],
@@ -135,8 +144,24 @@ def test_the_records_say_who_is_active_leads_and_waits(tmp_path: Path) -> None:
     assert (standing.step, who("active"), who("leader"), who(1)) == (7, [2, 3], [2, 3], [])
     tell({"event": "epoch", "epoch": 2, "active": [1], "joining": [2]})
     assert (who("spare"), standing.finished) == ([], False)
+    assert [standing.lead(hosts) for hosts in (1, 3)] == [0, 0]
+    tell({"event": "epoch", "epoch": 3, "active": [1], "joining": [2], "term": 5})
+    assert standing.lead(3) == 2, "terms are shared out among the hosts"
     tell({"event": "finished"}, {"event": "start"})
     assert (standing.finished, who("active"), who(3)) == (True, [], [])
+
+
+def test_without_groups_each_rank_is_hit_by_itself(tmp_path: Path) -> None:
+    standing = Standing(tmp_path)
+    starts = [{"event": "start"}, *({"event": "rank_started", "rank": n, "pid": 100 + n} for n in range(3))]
+    for event in starts:
+        standing.note(event)
+    assert [rank.pid for rank in standing.candidates("active")] == [100, 101, 102]
+    standing.note({"event": "rank_lost", "rank": 1, "signal": "SIGKILL"})
+    assert [rank.number for rank in standing.candidates("active")] == [0, 2]
+    for event in starts:
+        standing.note(event)
+    assert len(standing.candidates("every")) == 3
 
 
 def test_only_our_own_children_are_hit() -> None:
@@ -150,6 +175,28 @@ def test_only_our_own_children_are_hit() -> None:
         finally:
             child.send_signal(signal.SIGKILL)
     assert not is_child(child.pid, os.getpid()) and child_running(os.getpid(), "some.module") is None
+
+
+def test_flipped_bits_are_in_each_tensor_of_each_copy_and_found(tmp_path: Path) -> None:
+    state = [Slice.whole("x", torch.arange(50_000.0)), Slice.whole("y", torch.ones(3)), Slice.whole("z", torch.ones(0))]
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with running_vault(tmp_path) as vault, VaultClient(vault.socket) as client:
+            assert not flip_and_kill(vault.process.pid, [rank.pid]) and rank.poll() is None, "there is no copy yet"
+            for step in (1, 2):
+                client.hold(step, state, {})
+            assert flip_and_kill(vault.process.pid, [rank.pid])
+            assert rank.wait(60) == -signal.SIGKILL
+            with MemoryCopies(vault.socket) as copies:
+                assert copies.steps(state) == [1, 2]
+                for step in (1, 2):
+                    for s in state[:2]:
+                        with pytest.raises(CheckpointError, match="checksum differs"):
+                            copies.read_into(step, [Slice.whole(s.name, torch.zeros_like(s.tensor))])
+        assert not flip_and_kill(vault.process.pid, []), "it has gone"
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 # ---- what it cost
@@ -210,14 +257,15 @@ def chaos_job(folder: Path, **keep: Any) -> Path:
 def test_wrong_requests_are_refused_before_anything_is_started(tmp_path: Path) -> None:
     faults = tmp_path / "faults.toml"
     faults.write_text('[[fault]]\nkind = "kill"\nat_step = 5\n')
-    job, restarting = str(chaos_job(tmp_path)), tmp_path / "restarting.toml"
-    restarting.write_text(dump_job(small_job(tmp_path)))
+    job = str(chaos_job(tmp_path))
     with pytest.raises(RequestError, match="both say how long"):
         api.chaos(job, faults=str(faults), quick=True, minutes=3.0)
+    hosts = tmp_path / "hosts.toml"
+    hosts.write_text('[[fault]]\nkind = ["host", "cut"]\nat_step = 5\nfor_s = 1\n')
+    with pytest.raises(RequestError, match="cut, host befall one of several hosts"):
+        api.chaos(job, faults=str(hosts))
     with pytest.raises(RequestError, match="holds something"):
         api.chaos(job, faults=str(faults), runs=str(tmp_path))
-    with pytest.raises(RequestError, match="go on through"):
-        api.chaos(str(restarting), faults=str(faults))
 
 
 @pytest.mark.slow
@@ -248,3 +296,49 @@ def test_the_death_of_every_rank_at_once_costs_a_restart_in_place(tmp_path: Path
     assert [fault["skipped"] for fault in found.faults] == [""]
     lines = (tmp_path / "chaos" / "faults" / "events.jsonl").read_text().splitlines()
     assert len([e for e in map(json.loads, lines) if e["event"] == "loaded"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_of_several_hosts_one_dies_and_comes_back(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.toml"
+    faults.write_text('[[fault]]\nkind = "host"\nhost = 1\nat_step = 8\nfor_s = 1\n')
+    job = chaos_job(tmp_path, spares=0, min_replicas=2)
+    found = api.chaos(str(job), faults=str(faults), hosts=2, runs=str(tmp_path / "chaos"))
+    assert found.finished and found.bitwise_equal and (found.steps_lost, found.restarts) == (0, 0)
+    assert [(fault["kind"], fault["host"], fault["skipped"]) for fault in found.faults] == [("host", 1, "")]
+    lines = (tmp_path / "chaos" / "faults" / "events.jsonl").read_text().splitlines()
+    assert [e["number"] for e in map(json.loads, lines) if e["event"] == "host_started"] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_for_contrast_a_run_without_groups_starts_again_from_its_newest_save(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.toml"
+    faults.write_text('[[fault]]\nkind = "kill"\nat_step = 20\n')
+    keep = {"every": 15, "restarts": 3}
+    job = small_job(tmp_path, layout={"dp": 2}, train={"steps": 40, "global_batch": 32, "micro_batch": 4}, keep=keep)
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    found = api.chaos(str(tmp_path / "job.toml"), faults=str(faults), runs=str(tmp_path / "chaos"))
+    assert found.finished and found.bitwise_equal and found.restarts == 0
+    [fault] = found.faults
+    assert (fault["kind"], fault["skipped"]) == ("kill", "") and fault["rank"] in (0, 1)
+    assert found.steps_lost >= fault["step"] - 15 > 0 or fault["step"] >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_damaged_copy_is_refused_when_all_are_lost(tmp_path: Path) -> None:
+    """A bit changes in each tensor of the memory's copies, and every rank dies: the run starts again in place, sees
+    the damage, and goes on from disk."""
+    faults = tmp_path / "faults.toml"
+    faults.write_text('[[fault]]\nkind = "flip"\nat_step = 20\n')
+    job = chaos_job(tmp_path, memory_every=2, restarts=3, spares=0)
+    found = api.chaos(str(job), faults=str(faults), runs=str(tmp_path / "chaos"))
+    assert found.finished and found.bitwise_equal and found.restarts == 0
+    assert [fault["skipped"] for fault in found.faults] == [""]
+    lines = (tmp_path / "chaos" / "faults" / "events.jsonl").read_text().splitlines()
+    loaded = [e for e in map(json.loads, lines) if e["event"] == "loaded"]
+    assert [(e["source"], e["step"]) for e in loaded] == [("seed", 0), ("disk", 15)]
+    assert "in memory refused by rank 0" in loaded[1]["why"] and "checksum differs" in loaded[1]["why"]
+    assert found.steps_lost >= 1

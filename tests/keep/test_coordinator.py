@@ -251,6 +251,18 @@ def test_a_wish_to_leave_outlives_the_coordinator(folder: Path) -> None:
     serving.end()
 
 
+def test_a_number_of_groups_that_is_wished_for_is_a_decision_before_anybody_hears_of_it(folder: Path) -> None:
+    """So that who wished for it needn't say it again to a later coordinator, when something else may be wished for."""
+    serving = Serving(f"unix:{folder}/c", log=DecisionLog(folder / "log", anew=True))
+    with connect(f"unix:{folder}/c", 5.0) as link:
+        shown = proof(SECRET, await_challenge(link, Frames())["nonce"])
+        link.sendall(pack({"kind": "hello", "role": "agent", "host": "a", "proof": shown}))
+        link.sendall(pack({"kind": "scale", "replicas": 5}))
+        _until(lambda: ("scale", {"replicas": 5}) in serving.events)
+        assert DecisionLog.read(folder / "log").replicas == 5
+    serving.end()
+
+
 def test_the_wall_clock_decides_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, jump = time.time, {"s": 0.0}
     monkeypatch.setattr(time, "time", lambda: real() + jump["s"])

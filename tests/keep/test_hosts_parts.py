@@ -15,9 +15,18 @@ from bessemer.keep.claims import Claim, Claims
 from bessemer.keep.desk import STANDBY_S, Desk
 from bessemer.keep.host_journal import HostJournal
 from bessemer.keep.hosts import hosts_of_launch
+from bessemer.keep.hosts_coordinator import STRANDED_S, HostsCoordinator
 from bessemer.keep.launch import Launch
+from bessemer.keep.links import listen_at
+from bessemer.keep.membership import Membership
 from bessemer.keep.progress import Printer
+from bessemer.keep.reception import RankState
 from bessemer.keep.run_folder import RunFolder
+from bessemer.keep.signs import Signs, give_signs
+from bessemer.keep.standstill import behind, standings_of
+from bessemer.keep.starter import Group
+from bessemer.keep.step_times import StepTimes
+from bessemer.keep.takeover import Decision
 
 
 def launch(**fields: Any) -> Launch:
@@ -69,6 +78,51 @@ def test_claims_of_an_earlier_attempt_are_of_no_account(tmp_path: Path) -> None:
     assert Claims(tmp_path, "second").take(2, 7, [1]) is None
     Claims(tmp_path, "third").clear()
     assert not list((tmp_path / "claims").iterdir())
+
+
+# ---- nobody to go on with
+
+
+@pytest.mark.parametrize("how", ["nobody came", "forestalled"])
+def test_a_coordinator_that_can_not_go_on_gives_up_in_the_end(tmp_path: Path, how: str) -> None:
+    """Whether the groups with the state are dead or only out of reach: for ever nobody waits."""
+    (tmp_path / "run.json").write_text('{"token": "t"}')
+    membership = Membership(replicas=1, block=1, steps=100, units_of=lambda step: 4)
+    desk, said = Desk(1, "", tmp_path, 1.0), []  # type: Desk, list[Any]
+    desk.tell_all = said.append  # type: ignore[method-assign]
+    known = Decision(term=1, epoch=3, step=7, replicas=1, active=(0,)) if how == "nobody came" else None
+    addresses = ("unix:/nowhere/0", "unix:/nowhere/1")
+    coordinator = HostsCoordinator(
+        listen_at("tcp:127.0.0.1:0"), membership, desk, addresses, secret="s", takes_over=known
+    )
+    try:
+        if known is None:
+            coordinator._parked = coordinator._forestalled = True
+        for at_s, told in ((0.0, 0), (STRANDED_S - 1, 0), (STRANDED_S + 1, 1)):
+            coordinator._check_stranded(1000.0 + at_s)
+            assert [r["kind"] for r in said] == ["give_up"] * told
+        coordinator.finished = True
+        coordinator._check_stranded(3000.0)
+        assert len(said) == 1
+    finally:
+        coordinator.close()
+
+
+# ---- signs of life
+
+
+def test_a_host_gives_signs_as_long_as_its_agent_lives(tmp_path: Path) -> None:
+    signs = Signs(tmp_path, 0, 3)
+    assert signs.fresh() == []
+    with give_signs(tmp_path, 2, 0.01), give_signs(tmp_path, 0, 0.01):
+        for _ in range(2):
+            deadline = time.monotonic() + 60
+            while signs.fresh() != [2]:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+    (tmp_path / "hosts").mkdir(exist_ok=True)
+    (tmp_path / "hosts" / "1").write_text("17")
+    assert Signs(tmp_path, 0, 3).fresh() == [], "of one that is dead"
 
 
 # ---- the desk
@@ -162,11 +216,65 @@ def test_the_last_word_is_the_writers(tmp_path: Path) -> None:
 def test_who_others_wait_for_is_lost_wherever_it_is(tmp_path: Path) -> None:
     office = Office(tmp_path)
     first, second = office.come(0), office.come(1)
-    late = [[1, "rank 1 makes no progress in forward", 9.0]]
-    office.desk.take(second, {"kind": "overdue", "waiting": False, "behind": late})
+    late, also = [1, 4, 2, 0, "rank 1 makes no progress", 9.0], [3, 4, 2, 0, "rank 3 makes no progress", 9.0]
+    office.desk.take(second, {"kind": "standings", "due": True, "standings": [late, also]})
     assert not office.heard(1, "lose"), "nobody waits for it"
-    office.desk.take(first, {"kind": "overdue", "waiting": True, "behind": []})
-    assert [r["group"] for r in office.heard(1, "lose")] == [1]
+    ahead = [2, 4, 2, 1, "rank 2 makes no progress", 9.0]
+    office.desk.take(first, {"kind": "standings", "due": False, "standings": [ahead]})
+    assert [r["standing"] for r in office.heard(1, "lose")] == [[1, 4, 2, 0], [3, 4, 2, 0]]
+    assert not office.heard(0, "lose")
+
+
+def test_before_anybody_finds_it_too_long_nobody_is_lost(tmp_path: Path) -> None:
+    office = Office(tmp_path)
+    for number, far in enumerate((0, 1)):
+        peer = office.come(number)
+        office.desk.take(peer, {"kind": "standings", "due": False, "standings": [[number, 4, 2, far, "", 9.0]]})
+    assert not office.heard(0, "lose")
+
+
+@pytest.mark.parametrize(
+    ("phases", "late"),
+    [
+        ([(4, "training (epoch 2)"), (4, "summing (epoch 2)"), (4, "summing (epoch 2)")], [0]),
+        ([(4, "summing (epoch 2)"), (4, "voted (epoch 2)"), (4, "voted (epoch 2)")], [0]),
+        ([(4, "voted (epoch 2)"), (5, "summing (epoch 2)"), (5, "training (epoch 2)")], [0, 2]),
+        ([(4, "catching up"), (4, "training (epoch 2)"), (4, "training (epoch 2)")], [0]),
+        ([(4, "voted (epoch 1)"), (4, "training (epoch 2)"), (4, "summing (epoch 2)")], [0, 1]),
+        ([(4, "summing (epoch 2)"), (4, "summing (epoch 2)"), (4, "summing (epoch 2)")], []),
+        ([(4, "voted (epoch 2)"), (4, "voted (epoch 2)"), (4, "voted (epoch 2)")], []),
+        # one hangs, the other waits for what it should have passed on: the sum fails, and in the next epoch it is clear
+        ([(4, "summing (epoch 2)"), (4, "summing (epoch 2)"), (4, "voted (epoch 2)")], []),
+        ([(4, "summing (epoch 2)"), (4, "summing (epoch 3)"), (4, "summing (epoch 3)")], [0]),
+    ],
+)
+def test_who_is_less_far_holds_up_the_others(phases: list[tuple[int, str]], late: list[int]) -> None:
+    found = behind(standings_of(_groups(phases), StepTimes(step=3, last=100.0, lengths=[1.0]), 120.0))
+    assert [(s.group, s.silent_s) for s in found] == [(name, 19.0) for name in late]
+    assert all("voted" in phases[s.group][1] or f"rank {2 * s.group + 1} " in s.why for s in found)
+
+
+def _groups(phases: list[tuple[int, str]]) -> list[Group]:
+    """Of two ranks each, of which the second is as far as it says, and the first has voted."""
+    groups = []
+    for name, (step, phase) in enumerate(phases):
+        ranks = [RankState(2 * name), RankState(2 * name + 1)]
+        ranks[0].step, ranks[0].phase = step, "voted (epoch 9)"
+        ranks[1].step, ranks[1].phase = step, phase
+        groups.append(Group(name, ranks, name))
+    return groups
+
+
+@pytest.mark.parametrize("work", ["evaluating", "saving", "donating", "landing"])
+def test_work_that_takes_its_time_is_waited_for_and_so_is_the_step_after_it(work: str) -> None:
+    progress = StepTimes(step=3, last=100.0, lengths=[1.0] * 5)
+    waiting = (4, "summing (epoch 2)")
+    assert not standings_of(_groups([(4, work), waiting]), progress, 160.0)
+    after = _groups([(4, "training (epoch 2)"), waiting])
+    assert not standings_of(after, progress, 165.0) and not progress.due(165.0)
+    assert [s.group for s in behind(standings_of(after, progress, 171.0))] == [0] and progress.due(171.0)
+    for_ever = standings_of(_groups([(4, work), waiting]), progress, 1000.0)
+    assert [s.group for s in behind(for_ever)] == [0]
 
 
 # ---- records

@@ -17,7 +17,8 @@ class Fault:
     """What happens to a rank at a point of step `step` (from 0): the signal is sent to itself.
 
     forward, backward, reduce, voted, receipt (of the commit, before it is read), committed (after it); epoch: while the
-    link of epoch number `step` is made; donor, joiner: in the midst of a transfer. Without a signal, flip: a bit of the
+    link of epoch number `step` is made; donor, joiner: in the midst of a transfer. reset: there the donor's connection
+    breaks off, once, and everybody lives. Without a signal, flip: a bit of the
     sum is wrong; nan: so is a gradient; slow: every step takes half a second longer; clock: the wall clock jumps by
     `number` seconds. `place`: of the rank in its group."""
 
@@ -41,7 +42,7 @@ def _break_transfer(point: str, strike: Any) -> None:
     """Strike with a part of the state on its way, as who gives or takes it."""
     from bessemer.train import transfer
 
-    into, connect = transfer._into, transfer.connect
+    into, connect, broken = transfer._into, transfer.connect, []  # type: Any, Any, list[bool]
 
     def taking(link: Any, view: memoryview) -> None:
         if len(view) > 1000:
@@ -50,8 +51,12 @@ def _break_transfer(point: str, strike: Any) -> None:
 
     class Giving(socket.socket):
         def sendall(self, data: Any, flags: int = 0) -> None:
+            if len(data) > 1000 and point == "reset" and not broken:
+                broken.append(True)
+                super().sendall(data[: len(data) // 2], flags)
+                self.shutdown(socket.SHUT_RDWR)
             super().sendall(data, flags)
-            if len(data) > 1000:
+            if len(data) > 1000 and point == "donor":
                 strike()
 
     def given(address: str, timeout_s: float) -> socket.socket:
@@ -60,7 +65,7 @@ def _break_transfer(point: str, strike: Any) -> None:
         made.settimeout(timeout_s)
         return made
 
-    if point == "donor":
+    if point in ("donor", "reset"):
         transfer.connect = given
     else:
         transfer._into = taking
@@ -146,5 +151,5 @@ def inject(fault: Fault, loop: Any) -> None:
             reduce(self, sums, maxima)
 
         elastic.Across.reduce = summing
-    if fault.point in ("donor", "joiner"):
+    if fault.point in ("donor", "joiner", "reset"):
         _break_transfer(fault.point, strike)

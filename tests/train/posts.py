@@ -24,7 +24,7 @@ from bessemer.keep.wire import Frames, pack
 LEASE_S = 1.5
 
 
-def coordinate(job: Job, post: Post, dies: tuple[int, int] | None) -> None:
+def coordinate(job: Job, post: Post, dies: tuple[str, int, int] | None) -> None:
     ranks.die_with_the_tests()
     if dies is not None:
         _die_telling(*dies)
@@ -33,13 +33,14 @@ def coordinate(job: Job, post: Post, dies: tuple[int, int] | None) -> None:
     sys.exit(serve(job, post))
 
 
-def _die_telling(step: int, told: int) -> None:
-    """Die once step `step` (from 0) is true by the log and the standby, and that many ranks have been told."""
+def _die_telling(what: str, count: int, told: int) -> None:
+    """Die once so many steps ("step") or epochs ("epoch") are true by the log and the standby, and that many ranks have
+    been told."""
     keep, post, left = Coordinator._keep, Coordinator._post, [-1]
 
     def keeping(self: Coordinator, m: Any) -> None:
         keep(self, m)
-        if m.step == step + 1 and left[0] < 0:
+        if getattr(m, what) == count and left[0] < 0:
             left[0] = told
 
     def posting(self: Coordinator, peer: Any, frame: bytes) -> None:
@@ -53,9 +54,9 @@ def _die_telling(step: int, told: int) -> None:
 
 class Staffed(Fleet):
     """`lead` says which of the two addresses leads. This process is the agent, at the coordinator that leads; it tells
-    of no deaths but those in `dead`. `dies`: the first coordinator, telling of a commit (`_die_telling`)."""
+    of no deaths but those in `dead`. `dies`: the first coordinator, as it tells of a commit or an epoch."""
 
-    dies: tuple[int, int] | None = None
+    dies: tuple[str, int, int] | None = None
 
     def __enter__(self) -> Staffed:
         (self.folder / "out").mkdir(parents=True, exist_ok=True)

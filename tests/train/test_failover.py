@@ -65,7 +65,7 @@ def test_a_member_dies_with_the_coordinator(folder: Path, name: str, point: str)
 def test_a_coordinator_dies_between_a_commit_and_its_receipt(folder: Path, name: str, told: int) -> None:
     """The step is true, and no rank or only some have heard of it: all apply it, once."""
     fleet = Staffed(folder, _job(name, 16), pause_s=0.05)
-    fleet.dies = (4, told)
+    fleet.dies = ("step", 5, told)
     with fleet:
         for group in range(3):
             fleet.start(group)
@@ -74,6 +74,19 @@ def test_a_coordinator_dies_between_a_commit_and_its_receipt(folder: Path, name:
     assert [(e["term"], e["step"], e["lost"]) for e in _named(fleet, "took_over")] == [(2, 5, [])]
     assert not _named(fleet, "group_lost")
     assert all([m["step"] for m in end["metrics"]] == list(range(1, 17)) for end in ended.values() if end["metrics"])
+
+
+@pytest.mark.parametrize("told", [1, 3])
+def test_a_coordinator_dies_while_it_tells_of_an_epoch(folder: Path, told: int) -> None:
+    """One rank of a group has heard of it and the other never does: both take up the one that follows."""
+    fleet = Staffed(folder, _job("tp", 16), pause_s=0.05)
+    fleet.dies = ("epoch", 2, told)
+    with fleet:
+        for group in range(3):
+            fleet.start(group, fault=Fault("forward", 4, signal.SIGKILL) if group == 1 else None)
+        ended = fleet.wait()
+    assert _digests(ended, groups=2) == _undisturbed("tp", 16)
+    assert [(e["term"], e["epoch"]) for e in _named(fleet, "took_over")] == [(2, 2)]
 
 
 @pytest.mark.parametrize("name", ["one rank", "tp"])

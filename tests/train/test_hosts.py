@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.host_runs import HostRun, Places, host_job
+from train.host_runs import HostRun, host_job
+
+from bessemer.core.errors import RequestError
+from bessemer.inspect.chaos_hosts import Hosts, Namespaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,7 +30,7 @@ def base() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def undisturbed(base: Path) -> bytes:
     """The final state where nothing happens."""
-    with HostRun(host_job(base, "undisturbed", steps=STEPS), Places.loopback(2)) as run:
+    with HostRun(host_job(base, "undisturbed", steps=STEPS), Hosts.on_loopback(2)) as run:
         run.start()
         assert run.wait() == [0, 0]
         assert [r["step"] for r in run.read("metrics.jsonl")] == list(range(1, STEPS + 1))
@@ -55,7 +58,7 @@ def _lost(run: HostRun) -> set[int]:
 def test_a_host_is_killed_and_a_spare_on_another_one_joins(base: Path, undisturbed: bytes) -> None:
     """Three hosts, four groups and a spare: 0 and 3, 1 and 4, 2. The last one dies; 1 or 4 takes the place of 2."""
     job = host_job(base, "killed", steps=STEPS, spares=1, min_replicas=4)
-    with HostRun(job, Places.loopback(3)) as run:
+    with HostRun(job, Hosts.on_loopback(3)) as run:
         run.start(0, 2)
         run.until(lambda: 2 in {e["group"] for e in run.events("arrived")}, "the group of the last host")
         run.start(1)
@@ -69,7 +72,7 @@ def test_a_host_is_killed_and_a_spare_on_another_one_joins(base: Path, undisturb
 
 def test_a_silent_host_is_given_up_and_comes_back_with_new_groups(base: Path, undisturbed: bytes) -> None:
     """Everything on the second host is stopped, and wakes up after it was given up: its ranks are refused."""
-    with HostRun(host_job(base, "silent", steps=STEPS, min_replicas=4), Places.loopback(2)) as run:
+    with HostRun(host_job(base, "silent", steps=STEPS, min_replicas=4), Hosts.on_loopback(2)) as run:
         _started(run)
         run.signal_host(1, signal.SIGSTOP)
         run.until(lambda: _lost(run) == {1, 3}, "the loss of the host's groups")
@@ -81,7 +84,7 @@ def test_a_silent_host_is_given_up_and_comes_back_with_new_groups(base: Path, un
 
 def test_the_first_host_dies_with_the_coordinator_and_comes_back(base: Path, undisturbed: bytes) -> None:
     """The standby on the second host takes over, whose agent goes on with the records."""
-    with HostRun(host_job(base, "first", steps=STEPS, min_replicas=4), Places.loopback(2)) as run:
+    with HostRun(host_job(base, "first", steps=STEPS, min_replicas=4), Hosts.on_loopback(2)) as run:
         _started(run)
         run.signal_host(0, signal.SIGKILL)
         run.until(lambda: run.events("took_over"), "the standby")
@@ -92,7 +95,7 @@ def test_the_first_host_dies_with_the_coordinator_and_comes_back(base: Path, und
 
 
 def test_a_stop_at_one_host_stops_all(base: Path) -> None:
-    with HostRun(host_job(base, "stopped", steps=3000), Places.loopback(2)) as run:
+    with HostRun(host_job(base, "stopped", steps=3000), Hosts.on_loopback(2)) as run:
         _started(run)
         run.agents[1].send_signal(signal.SIGTERM)
         assert run.wait() == [3, 3]
@@ -104,16 +107,16 @@ def test_a_host_that_is_cut_off_waits_and_the_larger_side_goes_on(base: Path, un
     """Three network namespaces. The first host, which has the coordinator, loses the others: it commits nothing more.
     When it is connected again its coordinator ends, and its groups join the run anew."""
     try:
-        places = Places.namespaces(3)
-    except OSError as error:
-        pytest.skip(f"network namespaces need more rights than this process has: {error}")
-    with places, HostRun(host_job(base, "cut", steps=STEPS, dp=3, min_replicas=3), places) as run:
+        hosts = Namespaces(3)
+    except RequestError as error:
+        pytest.skip(str(error))
+    with HostRun(host_job(base, "cut", steps=STEPS, dp=3, min_replicas=3), hosts) as run:
         run.start()
         run.until(lambda: run.step >= 2 and run.events("standby"), "the run's first steps")
-        places.cut(0)
+        hosts.cut(0)
         run.until(lambda: run.events("took_over"), "the larger side")
         took_over: dict[str, Any] = run.events("took_over")[0]
         assert took_over["lost"] == [0]
-        places.mend(0)
+        hosts.mend(0)
         _ended(run, undisturbed, [0, 1, 2])
         assert [e["term"] for e in run.events("epoch")] == sorted(e["term"] for e in run.events("epoch"))

@@ -24,6 +24,7 @@ from bessemer.core.errors import RequestError
 from bessemer.core.job import Job
 from bessemer.core.units import counted, format_seconds
 from bessemer.inspect.chaos_faults import Plan
+from bessemer.inspect.chaos_hosts import Namespaces
 from bessemer.inspect.chaos_run import ChaosRun, Thrown
 from bessemer.inspect.ledger import read_ledger
 from bessemer.keep.records import read_records
@@ -125,42 +126,40 @@ class Chaos:
         lines.append("lost                    " + ", ".join(f"{k} {format_seconds(s)}" for k, s in lost.items()))
         for fault in self.faults:
             whom = "" if fault["rank"] is None else f" rank {fault['rank']}{' (leader)' if fault['leader'] else ''}"
+            whom += "" if fault["host"] is None else f" host {fault['host']}"
             end = fault["skipped"] or f"lost {format_seconds(fault['lost_s'])}"
             lines.append(f"  {fault['at_s']:8.1f} s  step {fault['step']:<6} {fault['kind']}{whom}: {end}")
         return "\n".join([*lines, f"runs: {self.folder}"])
 
 
-def run_chaos(job: Job, plan: Plan, folder: Path, minutes: float | None, tell: Callable[[str], None]) -> Chaos:
-    """Part of the control, run with faults, rest of the control, in `folder`. `minutes`: how long the run with faults
-    shall take, instead of the job's number of steps. RequestError where the job is not one that goes on through losses.
-    """
-    if job.keep.mode != "zero-interruption":
-        raise RequestError(
-            f"[keep] mode = {job.keep.mode!r}: faults are for runs that go on through them",
-            code="chaos-mode",
-            fix="--set keep.mode=zero-interruption, with keep.spares = 1",
-        )
+def run_chaos(
+    job: Job, plan: Plan, folder: Path, tell: Callable[[str], None], *, minutes: float | None = None, hosts: int = 1
+) -> Chaos:
+    """Part of the control, run with faults, rest of the control, in `folder`, each on so many hosts. `minutes`: how
+    long the run with faults would take without them, instead of the job's number of steps."""
 
     def told(name: str) -> Callable[[str], None]:
         return lambda text: tell(f"{name:<9} {text}")
 
+    if plan.cuts:
+        Namespaces(hosts).__exit__()  # whether that can be done is better known before anything has run
     if minutes is not None:
         pace = _named(job, folder, "pace")
         told("pace")(f"{PACE_STEPS} steps, to know how many make {minutes:g} minutes")
-        ChaosRun(pace, told("pace"), stop_after=PACE_STEPS).run()
+        ChaosRun(pace, told("pace"), stop_after=PACE_STEPS, count=hosts).run()
         steps = max(LEAST_STEPS, round(60 * minutes / Commits.read(pace.run.folder).usual_s))
         job = job.model_copy(update={"train": job.train.model_copy(update={"steps": steps})})
     control, faulty = (_named(job, folder, name) for name in ("control", "faults"))
     part = max(PACE_STEPS, job.train.steps // 5)
     told("control")(f"{part} of {counted(job.train.steps, 'step')}")
-    ChaosRun(control, told("control"), stop_after=part).run()
+    ChaosRun(control, told("control"), stop_after=part, count=hosts).run()
     stopped = Commits.read(control.run.folder).steps[-1]
-    disturbed = ChaosRun(faulty, told("faults"), plan)
+    disturbed = ChaosRun(faulty, told("faults"), plan, count=hosts)
     told("faults")(counted(job.train.steps, "step"))
     disturbed.run()
     if stopped < job.train.steps:
         told("control")(f"the other {counted(job.train.steps - stopped, 'step')}")
-        ChaosRun(control, told("control")).run()
+        ChaosRun(control, told("control"), count=hosts).run()
     return summarise(job, folder, disturbed, stopped)
 
 

@@ -5,6 +5,7 @@
     [[fault]]
     kind = "kill"             # or a list, of which one is drawn each time
     rank = "active"           # for faults of ranks: a number, "active", "leader", "spare", or "every" active one
+    host = 0                  # for faults of hosts: a number, or "any"
     every_s = 60              # or at_step = 40, or at_s = 12.5: seconds since the first step was committed
     spread = 0.2              # of every_s: each gap is drawn between 48 and 72 s
     times = 3                 # of every_s: no more than so many
@@ -38,10 +39,16 @@ KINDS = {
     "slow": "a rank stands still for the part `duty` of each half second, for for_s seconds",
     "coordinator": "SIGKILL to the coordinator",
     "vault": "SIGKILL to the vault, which writes the checkpoints",
+    "flip": "a bit changes in each tensor of the copies in the vault's memory, and every rank is killed",
     "disk-full": "the vault can write no file of more than 4 KiB for for_s seconds",
+    "host": "SIGKILL to everything on one of several hosts, which is started again after for_s (5) seconds",
+    "host-stop": "SIGSTOP to everything on one of several hosts, and SIGCONT after for_s",
+    "cut": "one of several hosts is cut off from the others for for_s seconds (network namespaces, as root)",
 }
 OF_RANKS = ("kill", "term", "stop", "slow")
+OF_HOSTS = ("host", "host-stop", "cut")
 WHO = ("active", "leader", "spare", "every")
+_LASTING = ("slow", "disk-full", "host-stop", "cut")
 _WHEN = ("at_step", "at_s", "every_s")
 
 
@@ -51,6 +58,7 @@ class FaultRule:
 
     kind: tuple[str, ...]
     rank: int | str = "active"
+    host: int | str = "any"
     at_step: int | None = None
     at_s: float | None = None
     every_s: float | None = None
@@ -64,6 +72,11 @@ class FaultRule:
 class Plan:
     seed: int
     rules: tuple[FaultRule, ...]
+
+    @property
+    def cuts(self) -> bool:
+        """Whether hosts are cut off."""
+        return any("cut" in rule.kind for rule in self.rules)
 
 
 @dataclass(frozen=True)
@@ -202,7 +215,12 @@ def _of_values(table: Mapping[str, Any], kinds: list[str], where: str) -> list[P
             found.append(_wrong(f"{where}.rank", f"rank = {rank!r} is no rank", 'rank = 0, or rank = "active"'))
     if "rank" in table and not any(kind in OF_RANKS for kind in kinds):
         found.append(_wrong(f"{where}.rank", f"{' and '.join(kinds)} befalls no rank", "remove rank"))
-    if "for_s" not in table and any(kind in ("slow", "disk-full") for kind in kinds):
+    host = table.get("host", "any")
+    if host != "any" and not (_is(host, int) and host >= 0):
+        found.append(_wrong(f"{where}.host", f"host = {host!r} is no host", 'host = 0, or host = "any"'))
+    if "host" in table and not any(kind in OF_HOSTS for kind in kinds):
+        found.append(_wrong(f"{where}.host", f"{' and '.join(kinds)} befalls no host", "remove host"))
+    if "for_s" not in table and any(kind in _LASTING for kind in kinds):
         found.append(_wrong(where, f"it is not said for how long {' or '.join(kinds)} lasts", "for_s = 10"))
     return found
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,9 @@ from typing import Any
 from bessemer.core.errors import BessemerError, RequestError
 from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
-from bessemer.inspect.chaos_faults import OF_RANKS, Fault, Plan, Schedule
+from bessemer.inspect.chaos_faults import OF_HOSTS, OF_RANKS, Fault, Plan, Schedule
+from bessemer.inspect.chaos_flip import flip_and_kill
+from bessemer.inspect.chaos_hosts import Hosts, Namespaces
 from bessemer.inspect.chaos_target import Standing, child_running, is_child
 
 __all__ = ["ChaosRun", "Thrown"]
@@ -29,6 +30,10 @@ VAIN_RESTARTS = 2
 """In a row without a new step: then it is given up."""
 WAIT_FOR_TARGET_S = 30.0
 """How long a fault waits for its target: a spare may be starting."""
+END_S = 60.0
+"""How long hosts may go on after the run has finished: one that was away may wait for others that have gone."""
+BACK_S = 5.0
+"""A host of several that ended badly is started again so long after, as launchers do."""
 HALF_S = 0.5
 FULL_BYTES = 4096
 COORDINATOR, VAULT = "bessemer.keep.coordinate", "bessemer.keep.vault"
@@ -43,6 +48,7 @@ class Thrown:
     step: int
     rank: int | None = None
     group: int | None = None
+    host: int | None = None
     leader: bool = False
     skipped: str = ""
 
@@ -50,15 +56,19 @@ class Thrown:
 @dataclass
 class ChaosRun:
     """Runs `job` in its run folder. `stop_after`: asks it to stop once so many steps are committed; `plan`: without
-    one nothing is thrown. After `run`: what was thrown, and how often the run had to be started again."""
+    one nothing is thrown; `count`: of hosts. After `run`: what was thrown, and how often the run had to be started
+    again."""
 
     job: Job
     tell: Callable[[str], None]
     plan: Plan | None = None
     stop_after: int | None = None
+    count: int = 1
     thrown: list[Thrown] = field(default_factory=list)
     restarts: int = 0
     _waiting: list[tuple[float, Fault]] = field(default_factory=list)
+    _back: dict[int, float] = field(default_factory=dict)  # hosts that are down, and when they are started again
+    _away: set[int] = field(default_factory=set)  # hosts that are stopped or cut off
 
     def run(self) -> None:
         """RequestError where the job is refused, or fails without faults; a run under faults that comes no further when
@@ -92,34 +102,62 @@ class ChaosRun:
             self.tell(f"the run ended with code {code} at step {self._standing.step}: started again")
 
     def _once(self, file: Path) -> int:
-        told, asked = time.monotonic(), False
-        with _log_of(file).open("ab") as log:
-            command = [sys.executable, "-m", "bessemer.cli", "train", str(file), "--quiet"]
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-        try:
-            while process.poll() is None:
-                time.sleep(LOOK_S)
-                self._standing.refresh()
-                if self._standing.step and self._first_t is None:
-                    self._first_t = time.monotonic()
-                if self.stop_after is not None and self._standing.step >= self.stop_after and not asked:
-                    process.send_signal(signal.SIGTERM)
-                    asked = True
-                self._throw_due(process.pid)
-                if time.monotonic() - told > TELL_S:
-                    told = time.monotonic()
-                    self.tell(f"step {self._standing.step} of {self.job.train.steps}")
-        finally:
-            if process.poll() is None:
-                process.kill()  # its ranks end with it
-            process.wait()
-        return process.returncode
+        command = [sys.executable, "-m", "bessemer.cli", "train", str(file), "--quiet"]
+        with self._places() as hosts:
+            self._back, self._away = {}, set()
+            for number in range(self.count):
+                hosts.start(number, command, _log_of(file))
+            self._follow(hosts, command, _log_of(file))
+            codes = [agent.wait() for agent in hosts.agents.values()]
+        if 2 in codes:
+            return 2
+        return next((code for code in codes if code not in (0, 3)), max(codes))
+
+    def _places(self) -> Hosts:
+        return Namespaces(self.count) if self.plan is not None and self.plan.cuts else Hosts.on_loopback(self.count)
+
+    def _follow(self, hosts: Hosts, command: list[str], log: Path) -> None:
+        """Until all have ended."""
+        told, asked, finished = time.monotonic(), False, None  # type: float, bool, float | None
+        while running := hosts.running():
+            time.sleep(LOOK_S)
+            now = time.monotonic()
+            self._standing.refresh()
+            if self._standing.step and self._first_t is None:
+                self._first_t = now
+            if self.stop_after is not None and self._standing.step >= self.stop_after and not asked:
+                hosts.agents[running[0]].send_signal(signal.SIGTERM)
+                asked = True
+            if self._standing.finished:
+                finished = finished or now
+            if finished is not None and now > finished + END_S:
+                hosts.kill_all()
+            self._throw_due(hosts)
+            self._bring_back(hosts, command, log)
+            if now - told > TELL_S:
+                told = now
+                self.tell(f"step {self._standing.step} of {self.job.train.steps}")
+
+    def _bring_back(self, hosts: Hosts, command: list[str], log: Path) -> None:
+        """Hosts that ended badly while others go on. What ends so without a fault, or is refused, ends all."""
+        running, now = hosts.running(), time.monotonic()
+        bad = {number: agent.returncode for number, agent in hosts.agents.items()
+               if number not in running and agent.returncode not in (0, 3)}  # fmt: skip
+        if not running or not bad or self._standing.finished:
+            return
+        if self.plan is None or 2 in bad.values():
+            hosts.kill_all()
+            return
+        for number in bad:
+            self._back.setdefault(number, now + BACK_S)
+        for number in [number for number, at in self._back.items() if at <= now]:
+            del self._back[number]
+            hosts.start(number, command, log)
+            self.tell(f"step {self._standing.step}: host {number} is started again")
 
     # ---- faults
 
-    def _throw_due(self, agent: int) -> None:
+    def _throw_due(self, hosts: Hosts) -> None:
         if self._schedule is None or self._first_t is None or self._standing.finished:
             return
         now = time.monotonic()
@@ -128,7 +166,7 @@ class ChaosRun:
         left = []
         for until, fault in self._waiting:
             thrown = Thrown(fault.kind, time.time(), self._standing.step)
-            if self._throw(fault, agent, thrown):
+            if self._throw(fault, hosts, thrown):
                 self._note(thrown)
             elif now > until:
                 thrown.skipped = f"nothing to hit within {WAIT_FOR_TARGET_S:g} s"
@@ -140,22 +178,66 @@ class ChaosRun:
     def _note(self, thrown: Thrown) -> None:
         self.thrown.append(thrown)
         whom = "" if thrown.rank is None else f" rank {thrown.rank} (group {thrown.group})"
+        whom += "" if thrown.host is None else f" host {thrown.host}"
         self.tell(f"step {thrown.step}: {thrown.kind}{whom}{'; ' if thrown.skipped else ''}{thrown.skipped}")
 
-    def _throw(self, fault: Fault, agent: int, thrown: Thrown) -> bool:
+    def _throw(self, fault: Fault, hosts: Hosts, thrown: Thrown) -> bool:
         """Whether there was something to hit."""
-        if fault.kind in OF_RANKS:
-            found = [rank for rank in self._standing.candidates(fault.rule.rank) if is_child(rank.pid, agent)]
-            if not found:
+        if fault.kind in OF_HOSTS:
+            return self._throw_at_host(fault, hosts, thrown)
+        agents = [hosts.agents[number].pid for number in hosts.running()]
+        if fault.kind not in OF_RANKS:
+            module = COORDINATOR if fault.kind == "coordinator" else VAULT
+            if fault.kind == "coordinator" and self.count > 1:  # on other hosts there may be standbys
+                lead = hosts.agents[self._standing.lead(self.count)].pid
+                agents = [lead] if lead in agents else []
+            there = [(pid, agent) for agent in agents if (pid := child_running(agent, module)) is not None]
+            if not there:
                 return False
-            if fault.rule.rank == "every":
-                return sum(_hit(fault, rank.pid, agent) for rank in found) > 0
-            rank = found[int(fault.draw * len(found))]
-            thrown.rank, thrown.group = rank.number, rank.group
-            thrown.leader = rank.group in self._standing.active[:1]
-            return _hit(fault, rank.pid, agent)
-        pid = child_running(agent, COORDINATOR if fault.kind == "coordinator" else VAULT)
-        return pid is not None and _hit(fault, pid, agent)
+            pid, agent = there[int(fault.draw * len(there))]
+            if fault.kind == "flip":
+                known = [rank.pid for rank in self._standing.ranks.values()]
+                return flip_and_kill(pid, [own for own in known if is_child(own, agent)])
+            return _hit(fault, pid, agent)
+        ranks = self._standing.candidates(fault.rule.rank)
+        found = [(rank, agent) for rank in ranks for agent in agents if is_child(rank.pid, agent)]
+        if not found:
+            return False
+        if fault.rule.rank == "every":
+            return sum(_hit(fault, rank.pid, agent) for rank, agent in found) > 0
+        rank, agent = found[int(fault.draw * len(found))]
+        thrown.rank, thrown.group = rank.number, rank.group
+        thrown.leader = rank.group in self._standing.active[:1]
+        return _hit(fault, rank.pid, agent)
+
+    def _throw_at_host(self, fault: Fault, hosts: Hosts, thrown: Thrown) -> bool:
+        """One at a time, so that somebody is left."""
+        there = [number for number in hosts.running() if fault.rule.host in ("any", number)]
+        if not there or self._away or self._back or len(hosts.running()) < self.count:
+            return False
+        number = thrown.host = there[int(fault.draw * len(there))]
+        for_s = fault.rule.for_s
+        if fault.kind == "host":
+            hosts.signal(number, signal.SIGKILL)
+            self._back[number] = time.monotonic() + (BACK_S if for_s is None else for_s)
+            return True
+        assert for_s is not None
+        self._away.add(number)
+        if fault.kind == "cut":
+            hosts.cut(number)
+        else:
+            hosts.signal(number, signal.SIGSTOP)
+        _later(for_s, _return, fault.kind, hosts, number, self._away)
+        return True
+
+
+def _return(kind: str, hosts: Hosts, number: int, away: set[int]) -> None:
+    if kind == "cut":
+        with contextlib.suppress(OSError):  # the run is over
+            hosts.mend(number)
+    else:
+        hosts.signal(number, signal.SIGCONT)
+    away.discard(number)
 
 
 def _hit(fault: Fault, pid: int, agent: int) -> bool:

@@ -31,6 +31,7 @@ class Standing:
     active: list[int] = field(default_factory=list)
     joining: list[int] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
+    term: int = 1
     step: int = 0
     finished: bool = False
     _read: int = 0
@@ -41,19 +42,22 @@ class Standing:
         self.step = self._last_step()
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """One line of events.jsonl."""
+        """One line of events.jsonl. Where there are no groups each rank counts as one, active from its start."""
         name = event["event"]
         if name == "start":
             self.ranks, self.active, self.joining, self.arrived = {}, [], [], set()
         elif name == "rank_started":
             number = int(event["rank"])
-            self.ranks[number] = Rank(number, int(event["group"]), int(event["pid"]))
+            self.ranks[number] = Rank(number, int(event.get("group", number)), int(event["pid"]))
+            if "group" not in event:
+                self.active = sorted({*self.active, number})
         elif name in ("rank_lost", "group_lost"):
-            self._remove(int(event["group"]))
+            self._remove(int(event.get("group", event.get("rank"))))
         elif name == "arrived":
             self.arrived.add(int(event["group"]))
         elif name == "epoch":
             self.active, self.joining = list(event["active"]), list(event["joining"])
+            self.term = int(event.get("term", 1))
         elif name == "finished":
             self.finished = True
 
@@ -62,6 +66,11 @@ class Standing:
         self.active = [g for g in self.active if g != group]
         self.joining = [g for g in self.joining if g != group]
         self.arrived.discard(group)
+
+    def lead(self, hosts: int) -> int:
+        """Of so many hosts the one whose coordinator leads. The first host begins with term 1; a later term of a host
+        leaves its number when divided by their count."""
+        return self.term % hosts if self.term > 1 else 0
 
     def candidates(self, who: int | str) -> list[Rank]:
         """The ranks that "active", "leader", "spare", "every" or a number means now, ascending."""

@@ -198,6 +198,7 @@ class Agent:
                     f"the ranks' command {self.options.command[0]!r} can't be run: {error.strerror}", code="bad-command"
                 ) from error
             self._hub.watch(state.child.pidfd, state)
+            self.journal.event("rank_started", rank=state.rank, pid=state.child.pid)
 
     def _start_again(self, wishes: Wishes) -> bool:
         """After the end of all ranks: start them again, where one has died and another start may end otherwise."""

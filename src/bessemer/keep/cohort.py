@@ -176,12 +176,13 @@ class Cohort:
 
     def await_epoch(self, number: int = 0) -> Epoch:
         """Wait for the epoch of that number, or for any where 0 is asked for. Some are kept: the ranks of a group hear
-        of the same, but not at the same time."""
+        of the same, but not at the same time. The newest one where this rank never heard of that one, since the
+        coordinator died while it told of it."""
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None or self.newest >= max(number, 1))
             if self._end is not None:
                 raise self._end
-            return self._epochs[number or self.newest]
+            return self._epochs.get(number) or self._epochs[self.newest]
 
     def await_outcome(self, epoch: int, step: int) -> bool:
         """After a vote: True once step `step` (from 0) is true, False once a newer epoch wants it done again."""

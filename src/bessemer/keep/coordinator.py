@@ -78,6 +78,7 @@ class Coordinator(Switchboard):
         self._had_standby = False
         self._members: tuple[int, ...] = ()  # of the epoch, as it was formed
         self._leavers: set[int] = set()
+        self._scaled = False
         self._silent_at = 0.0
         self._silent: set[int] = set()  # groups that were given up since, on hosts that fell silent
         self.finished = False
@@ -225,9 +226,17 @@ class Coordinator(Switchboard):
             self._lost(int(record["group"]), int(record["incarnation"]), str(record["why"]))
         elif kind == "scale":
             self.membership.replicas = int(record["replicas"])
-            self._tell_agents("scale", replicas=self.membership.replicas)
+            self._scaled = True
+            self._settle_scale()
         elif kind != "alive":
             raise ValueError(f"unknown kind {kind!r}")
+
+    def _settle_scale(self) -> None:
+        """A number of groups that somebody wished for is a decision before anybody hears of it."""
+        if self._scaled and self._takeover is None:
+            self._scaled = False
+            self._keep(self.membership)
+            self._tell_agents("scale", replicas=self.membership.replicas)
 
     def _on_stuck(self, peer: Peer, epoch: int, why: str) -> None:
         """A sum failed. Mostly a loss explains it, which is heard of within moments; else the same groups try again."""
@@ -303,6 +312,7 @@ class Coordinator(Switchboard):
         self._tell_agents("took_over", term=m.term, epoch=known.epoch, step=self.membership.step, lost=left)
         self.finished = self.membership.begun and self.membership.step >= m.steps
         self._decide(before=(known.epoch, known.step))
+        self._settle_scale()
 
     def _decide(self, *, force: bool = False, before: tuple[int, int] | None = None) -> None:
         m = self.membership

@@ -81,6 +81,12 @@ class Coordinators:
         if self.link is not None:
             self.link.send(record)
 
+    def fulfilled(self, about: object, record: Mapping[str, Any]) -> None:
+        """This was said, and is among the coordinator's decisions: to one that takes over later it would be a wish of
+        yesterday."""
+        if self._told.get(about) == dict(record):
+            del self._told[about]
+
     def give_sign(self) -> None:
         """A sign of life of this host. A coordinator that was stopped is ended, since nobody else may do it."""
         if self.link is not None:

@@ -2,16 +2,16 @@
 started, and what one says that holds for all is told to all.
 
     agent -> hello{..., number, token, newest, wrote}
-             record{of, record}   stop{signal}   give_up{why}   overdue{waiting, behind}   done{}   concluded{}
+             record{of, record}   stop{signal}   give_up{why}   standings{due, standings}   done{}   concluded{}
     agent <- welcome{newest, begun, term} or refused{code, message, fix}
              write{begun}     this one writes the records from now on     resend{}     another one does
              record{of, record}     of another host, to the one that writes
              stand_by{of}     start a standby of the coordinator at that address
-             stop{signal}   give_up{why}   alive{}   lose{group, why, silent_s}
+             stop{signal}   give_up{why}   alive{}   lose{standing}
              last{}     all others are done     over{}     the one that writes is, too
 
-newest: the highest number that a group of that host has had. overdue: no step has come true for too long; `waiting`
-says whether a group of that host waits for the others, `behind` are those that don't: [[group, why, silent_s]].
+newest: the highest number that a group of that host has had. standings: so far are that host's members while no step
+comes true (`standstill.py`); due: for too long. lose: [group, step, epoch, far], if it is still there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bessemer.keep.standstill import Standing, behind
 from bessemer.keep.switchboard import Peer
 
 __all__ = ["Desk"]
 
 STANDBY_S = 10.0
 """How long a host has to start a standby before another one is asked."""
-OVERDUE_S = 3.0
-"""How long what an agent has said of its overdue groups holds."""
+STANDING_S = 3.0
+"""How long what an agent has said of its standing groups holds."""
 _MOST_HELD = 10_000
 
 
@@ -40,7 +41,7 @@ class _Host:
     number: int
     wrote: bool
     done: bool = False
-    overdue: tuple[float, bool, list[Any]] = (0.0, False, [])  # until when, waiting, behind
+    standings: tuple[float, bool, list[Standing]] = (0.0, False, [])  # until when that holds; due
 
 
 @dataclass
@@ -109,9 +110,10 @@ class Desk:
             self.tell_all({"kind": "stop", "signal": str(record["signal"])})
         elif kind == "give_up":
             self.tell_all({"kind": "give_up", "why": str(record["why"])})
-        elif kind == "overdue":
-            host.overdue = time.monotonic() + OVERDUE_S, bool(record["waiting"]), list(record["behind"])
-            self._settle_overdue()
+        elif kind == "standings":
+            standings = [Standing(*standing) for standing in record["standings"]]
+            host.standings = time.monotonic() + STANDING_S, bool(record["due"]), standings
+            self._settle_standstill()
         elif kind == "done":
             host.done = True
         elif kind == "concluded":
@@ -139,16 +141,19 @@ class Desk:
         else:
             self.send(self._writer, record)
 
-    def _settle_overdue(self) -> None:
+    def _settle_standstill(self) -> None:
         """Groups are lost that others wait for, wherever these are."""
         now = time.monotonic()
-        told = [(peer, host.overdue) for peer, host in self.hosts.items() if host.overdue[0] > now]
-        if any(waiting for _, (_, waiting, _) in told):
-            for peer, (_, _, behind) in told:
-                for group, why, silent_s in behind:
-                    self.send(peer, {"kind": "lose", "group": group, "why": why, "silent_s": silent_s})
-            for _, host in self.hosts.items():
-                host.overdue = (0.0, False, [])
+        known = {peer: host.standings for peer, host in self.hosts.items() if host.standings[0] > now}
+        if not any(due for _, due, _ in known.values()):
+            return
+        late = {s.group for s in behind(s for _, _, standings in known.values() for s in standings)}
+        for peer, (_, _, standings) in known.items():
+            for standing in (s for s in standings if s.group in late):
+                self.send(peer, {"kind": "lose", "standing": [standing.group, *standing.at]})
+        if late:
+            for host in self.hosts.values():
+                host.standings = (0.0, False, [])
 
     # ---- what is due
 

@@ -21,6 +21,7 @@ from bessemer.keep.hub import Heard, Wishes
 from bessemer.keep.links import SECRET
 from bessemer.keep.process import usable_cores
 from bessemer.keep.reception import RankState
+from bessemer.keep.standstill import Standing, behind, least_far, standings_of
 from bessemer.keep.starter import Group, Starter
 from bessemer.keep.step_times import StepTimes
 from bessemer.keep.template import ForkedChild
@@ -32,9 +33,8 @@ CONTROL = "agent.json"
 SEEK_S = 0.05
 WATCH_S = 0.2
 """Between two looks at the ranks' states, and two signs of life to the coordinator."""
-LEASE_S, LEADERS_WORK_S = 1.5, 600.0
+LEASE_S = 1.5
 _METRICS_KEPT = 64
-_LEADERS_WORK = ("evaluating", "saving", "waiting for the last checkpoint")
 QUICK_DEATHS = 3
 """After so many groups in a row that died before they were active, no new one is started."""
 VAULTS = 3
@@ -57,10 +57,9 @@ class ElasticAgent(Agent):
         self._replicas = self.job.replicas
         self._control = self.folder.path / CONTROL
         self.coordinators = self._new_coordinators()
-        self._vaults = 0
-        self._quick = 0
+        self._vaults = self._quick = 0
         self._proved: set[int] = set()  # groups that have been active
-        self._active: list[int] = []
+        self._active, self._joining = [], []  # type: list[int], list[int]
         self._finished = False
         self._others_metrics: dict[int, dict[str, Any]] = {}
         self._stopped_since: dict[int, float] = {}
@@ -111,7 +110,8 @@ class ElasticAgent(Agent):
             store.unlink()  # full of the keys of dead ranks
         for known in (self.ranks, self._groups, self._others_metrics, self._stopped_since):
             known.clear()
-        self._active, self._quick, self._replicas, self._progress = [], 0, self.job.replicas, StepTimes()
+        self._active, self._joining, self._quick = [], [], 0
+        self._replicas, self._progress = self.job.replicas, StepTimes()
         self.coordinators.start()
         for _ in range(self._share_of_groups(self.job.replicas)):
             self._start_group(joins=False)
@@ -210,7 +210,7 @@ class ElasticAgent(Agent):
             self._groups[int(fields["group"])].leaving = True
         self._note_event(event, fields)
         if event == "epoch":
-            self._active = list(fields["active"])
+            self._active, self._joining = list(fields["active"]), list(fields["joining"])
             self._proved |= set(self._active)
             self._progress.last = time.monotonic()
 
@@ -268,21 +268,20 @@ class ElasticAgent(Agent):
 
     def _watch_progress(self, now: float) -> None:
         """Where no step comes true for too long, the groups that others wait for are lost."""
-        if self._finished or self.reception.stopping or now - self._progress.last < self._progress.longest_s:
-            return
-        active = [self._groups[name] for name in self._active if name in self._groups]
-        waiting = [g for g in active if all(state.phase == "summing" for state in g.states)]
-        behind = [g for g in active if g not in waiting and not g.lost and not self._excused(g, now)]
-        if waiting and behind:
-            for group in behind:
-                state = next(s for s in group.states if s.phase != "summing")
-                silent_s = now - self._progress.last - self._progress.usual_s
-                self._lose(group, f"rank {state.rank} makes no progress in {state.phase}", state, silent_s=silent_s)
+        standings = self._standings(now)
+        for standing in behind(standings) if self._progress.due(now) else ():
+            self._give_up_group(standing)
 
-    def _excused(self, group: Group, now: float) -> bool:
-        """Whether it does what only the group that leads does."""
-        busy = any(state.phase in _LEADERS_WORK for state in group.states)
-        return busy and now - self._progress.last < LEADERS_WORK_S
+    def _give_up_group(self, standing: Standing) -> None:
+        group = self._groups[standing.group]
+        self._lose(group, standing.why, least_far(group.states), silent_s=standing.silent_s)
+
+    def _standings(self, now: float) -> list[Standing]:
+        """Of this host's members, while a step could come true: joiners too, unless too few are active to commit."""
+        if self._finished or self.reception.stopping or self.coordinators.link is None:
+            return []
+        members = self._active + (self._joining if len(self._active) >= (self.job.keep.min_replicas or 1) else [])
+        return standings_of([self._groups[n] for n in members if n in self._groups], self._progress, now)
 
     def _on_end(self, state: RankState) -> None:
         assert state.child is not None
@@ -384,6 +383,7 @@ class ElasticAgent(Agent):
         why = self.coordinators.seek()
         if why:
             self._kill(why)
+        self._progress.last = time.monotonic()  # till then no step could come true
         self._later(SEEK_S, self._seek_coordinator)
 
     # ---- end

@@ -46,6 +46,7 @@ class HostAgent(ElasticAgent):
         self._overdue_at = 0.0
         self._alone = False  # all others are done
         self._over = False  # the one that writes has said its last word
+        self._elsewhere = False  # the run may go on without this host, which can't
         super().__init__(*args)
         self._incarnation = int(time.time() * 10) & 0x7FFFFFFF
         self._names = hosts.number
@@ -112,6 +113,8 @@ class HostAgent(ElasticAgent):
         now = time.monotonic()
         if all(at > now + WATCH_S for at, _ in self._plan):
             self._later(WATCH_S, self._give_sign)  # as long as this agent lives
+        if self._seeking and all(action != self._seek_on for _, action in self._plan):
+            self._later(0.0, self._seek_on)
         super()._turn(wishes)
 
     def _take(self, heard: Heard) -> None:
@@ -154,10 +157,12 @@ class HostAgent(ElasticAgent):
         elif kind == "stop" and not self.reception.stopping:
             super()._stop("")
         elif kind == "give_up" and not self._failing and not self.reception.stopping:
+            self._elsewhere = bool(record.get("elsewhere"))
             self._give_up(record["why"])
-        elif kind == "lose" and (group := self._groups.get(int(record["group"]))) is not None and not group.lost:
-            state = next((s for s in group.states if s.phase != "summing"), group.states[0])
-            self._lose(group, record["why"], state, silent_s=float(record["silent_s"]))
+        elif kind == "lose":
+            for standing in self._standings(time.monotonic()):
+                if [standing.group, *standing.at] == record["standing"]:  # it still is where it was
+                    self._give_up_group(standing)
         elif kind == "last":
             self._alone = True
         elif kind == "over":
@@ -173,6 +178,8 @@ class HostAgent(ElasticAgent):
         self.journal.hand_on()
 
     def _give_up(self, why: str) -> None:
+        if self._elsewhere:
+            self.journal.cease()  # another agent writes the records of the run that goes on
         self._failing = True
         self._killed = self._killed or why
         self._later(0.0, lambda: self._signal_rest(signal.SIGKILL))
@@ -181,9 +188,7 @@ class HostAgent(ElasticAgent):
         """From the coordinator: what this host knows of the run is of yesterday."""
         self.journal.cease()
         self.coordinators.drop_link()
-        if not self._seeking:
-            self._seeking = True
-            self._later(0.0, self._seek_on)
+        self._seeking = True
 
     def _was_silent(self) -> bool:
         """Whether this agent stood still for so long that its host may have been given up; then it parts."""
@@ -226,6 +231,7 @@ class HostAgent(ElasticAgent):
             self._tell_kept()
         elif event == "scale":
             self._replicas = int(fields["replicas"])
+            self.coordinators.fulfilled("scale", {"kind": "scale", "replicas": self._replicas})
             if not self._finished and not self.reception.stopping and not self._failing:
                 self._start_missing()
 
@@ -271,20 +277,12 @@ class HostAgent(ElasticAgent):
         return True
 
     def _watch_progress(self, now: float) -> None:
-        """As on one host, but who waits for whom is known to the coordinator alone."""
-        if self._finished or self.reception.stopping or now - self._progress.last < self._progress.longest_s:
-            return
-        if now < self._overdue_at:
-            return
-        self._overdue_at = now + _OVERDUE_S
-        active = [self._groups[name] for name in self._active if name in self._groups and not self._groups[name].lost]
-        waiting = [g for g in active if all(state.phase == "summing" for state in g.states)]
-        behind = []
-        for group in [g for g in active if g not in waiting and not self._excused(g, now)]:
-            state = next(s for s in group.states if s.phase != "summing")
-            why = f"rank {state.rank} makes no progress in {state.phase}"
-            behind.append([group.name, why, now - self._progress.last - self._progress.usual_s])
-        self.coordinators.say({"kind": "overdue", "waiting": bool(waiting), "behind": behind})
+        """As on one host, but who waits for whom is known to the coordinator alone. A host that has seen too few steps
+        to know how long they take tells how far its groups are all the same."""
+        standings = self._standings(now)
+        if standings and now >= self._overdue_at:
+            self._overdue_at = now + _OVERDUE_S
+            self.coordinators.say({"kind": "standings", "due": self._progress.due(now), "standings": standings})
 
     def _stop(self, signal_name: str) -> None:
         """A wish that reaches one host is for all."""
@@ -299,7 +297,7 @@ class HostAgent(ElasticAgent):
         super()._end_vault(wishes)
         self.coordinators.tell("done", {"kind": "done"})
         deadline = time.monotonic() + END_S
-        while time.monotonic() < deadline and len(wishes.names) < 2 and not self._over:
+        while time.monotonic() < deadline and len(wishes.names) < 2 and not (self._over or self._elsewhere):
             if self.journal.writes and self._alone:
                 self._alone = False
                 self.coordinators.say({"kind": "concluded"})

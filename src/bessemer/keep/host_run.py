@@ -24,12 +24,14 @@ from bessemer.keep.hosts import Hosts, find_lead, secret_of
 from bessemer.keep.hub import signals_raise
 from bessemer.keep.progress import Printer
 from bessemer.keep.run_folder import RunFolder
+from bessemer.keep.signs import Signs, give_signs
 from bessemer.keep.wire import private_dir, short_temp_dir
 
 __all__ = ["run_on_host"]
 
 LEFT_LEASES = 4
-"""An agent that begins a run in which one has not ended looks for so many leases whether it goes on elsewhere."""
+"""An agent that begins a run in which one has not ended looks for so many leases whether it goes on elsewhere: whether
+a coordinator answers, or another host gives a sign of life in the run folder."""
 _LOOK_S = 0.3
 
 
@@ -66,7 +68,11 @@ def run_on_host(job: Job, options: Options, hosts: Hosts) -> int:
             if wishes.names:
                 return 3
             beside = options.beside if founds else lambda folder, agent: nullcontext()
-            with _workplace(folder, hosts) as place, beside(folder.path, place / "agent"):
+            with (
+                _workplace(folder, hosts) as place,
+                give_signs(folder.path, hosts.number),
+                beside(folder.path, place / "agent"),
+            ):
                 return HostAgent(hosts, founds, folder, journal, options, place, lock if founds else None).run()
         finally:
             journal.close()
@@ -92,21 +98,31 @@ def _check(job: Job, hosts: Hosts) -> None:
 
 def _find(folder: RunFolder, hosts: Hosts) -> str:
     """Where a coordinator leads; empty where this host is to begin the run."""
-    start = time.monotonic()
-    if hosts.number == 0:
-        lease_s = folder.job.keep.lease_s or 1.5
-        limit_s = LEFT_LEASES * lease_s if (folder.path / CONTROL).exists() else 0.0
-    else:
-        limit_s = MEET_S
-    while time.monotonic() - start < limit_s:
+    start = quiet_since = time.monotonic()
+    begins, signs, alive = hosts.number == 0, Signs(folder.path, hosts.number, hosts.count), []  # type: bool, Signs, list[int]
+    left_s = LEFT_LEASES * (folder.job.keep.lease_s or 1.5) if (folder.path / CONTROL).exists() else 0.0
+    while time.monotonic() - start < MEET_S:
+        if begins and time.monotonic() - quiet_since >= left_s:
+            return ""
         lead = find_lead(hosts)
         if lead:
             return lead
         time.sleep(_LOOK_S)
-    if hosts.number == 0:
+        fresh = signs.fresh()
+        if fresh:
+            quiet_since, alive = time.monotonic(), fresh
+    where = f"port {hosts.port} of {', '.join(hosts.names[:4])}"
+    if begins and not alive:
         return ""
+    if begins:
+        goes_on = f"host {alive[0]} gives signs of life in {folder.path}"
+        raise PeerLost(
+            f"the run goes on elsewhere ({goes_on}), but no coordinator answers at {where}",
+            code="coordinator-lost",
+            fix="see whether this host reaches the others, or end what still runs there",
+        )
     raise PeerLost(
-        f"no coordinator answers at port {hosts.port} of {', '.join(hosts.names[:4])} within {MEET_S:g} s",
+        f"no coordinator answers at {where} within {MEET_S:g} s",
         code="coordinator-lost",
         fix="see what the agent of the first host printed, and whether its port is open to the others",
     )

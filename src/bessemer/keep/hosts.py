@@ -4,7 +4,7 @@ A launcher starts one process a host, the agent, with the variables that it sets
 number of this host, WORLD_SIZE how many there are. Beside them:
 
 BESSEMER_HOSTS    the hosts' names or addresses, with commas between, in the order of their numbers, alike on all
-MASTER_PORT       where coordinators listen on each host; the vault listens on the next port
+MASTER_PORT       where coordinators listen on each host
 BESSEMER_SECRET   known to all of them and to nobody else
 """
 
@@ -49,11 +49,6 @@ class Hosts:
     def coordinators(self) -> tuple[str, ...]:
         """By host the address at which a coordinator listens there, if one does."""
         return tuple(address_of(name, self.port) for name in self.names)
-
-    @property
-    def vaults(self) -> tuple[str, ...]:
-        """By host the address at which its vault can be reached."""
-        return tuple(address_of(name, self.port + 1) for name in self.names)
 
     def share_of(self, groups: int) -> int:
         """How many of the groups 0, 1, ... this host has: those whose number leaves its own when divided by `count`."""

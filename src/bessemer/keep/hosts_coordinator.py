@@ -5,7 +5,8 @@ coordinator that took over looks for others and tells them its term: that of the
 with it goes over to the other.
 
 None goes on without some of an epoch's groups before it has claimed that epoch (`claims.py`). One that has most of the
-active groups claims at once; one that hasn't waits until the others, if they live, have had time to do so.
+active groups claims at once, and so does an old coordinator with half of them; the others wait until these, if they
+live, have had time to do so.
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ __all__ = ["HostsCoordinator"]
 HERALD_S = 3.0
 SETTLE_S = 0.3
 """After the first host fell silent: others may do so at the same time."""
-WAIT_LEASES = 8
-"""How long those that don't have most of the active groups wait before they claim an epoch."""
+HALF_LEASES = 4
+"""How long a coordinator that took over waits before it claims the epoch with half of the active groups: the other
+half, with the old coordinator, has done so by then if it lives."""
+FEW_LEASES = 8
+"""Of any with fewer than half: the others need three leases to find the silence, and two to come together."""
 RETRY_S = 2.0
 ABSENT_S = 10.0
 """Beyond a lease, for an agent to connect with a coordinator of which it has to hear first."""
+STRANDED_S = 120.0
+"""How long a coordinator to which no group has come that holds the state, or that another one has forestalled, waits
+until the run is whole again; then it gives up, so that the launcher starts what it leads anew."""
 _LOOK_S = 1.0
-_OF_THE_DESK = ("record", "stop", "give_up", "overdue", "done", "concluded")
+_OF_THE_DESK = ("record", "stop", "give_up", "standings", "done", "concluded")
 
 
 class HostsCoordinator(Coordinator):
@@ -51,11 +58,13 @@ class HostsCoordinator(Coordinator):
         self.desk, self._hosts = desk, tuple(addresses)
         self._claims = Claims(desk.run, token_of(desk.run))
         self._parked = False  # losses are known, and whether this side may go on without them isn't
-        self._claim_at = self._retry_at = 0.0
+        self._claim_at = self._retry_at = self._began = 0.0
         self._untold: list[tuple[str, dict[str, Any]]] = []  # while parked
         self._absent: dict[str, float] = {}  # since when
         self._absent_at = 0.0
         self._ended = threading.Event()
+        self._forestalled = False  # another coordinator has claimed what this one would go on from
+        self._stranded_since: float | None = None
         super().__init__(server, membership, **more)
         desk.send = self._send
         for group in () if self._takeover is None else self._takeover.known.active + self._takeover.known.joining:
@@ -63,7 +72,7 @@ class HostsCoordinator(Coordinator):
         if self._takeover is None:
             self._claims.clear()
         else:
-            self._claim_at = time.monotonic() + WAIT_LEASES * self._lease_s
+            self._began = time.monotonic()
             threading.Thread(target=self._herald, name="bessemer-herald", daemon=True).start()
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
@@ -74,14 +83,17 @@ class HostsCoordinator(Coordinator):
         now = time.monotonic()
         if self._parked and self._takeover is None and now >= self._claim_at:
             self._decide()
-        if self._takeover is not None and now >= self._claim_at and self._takeover.active_here:
-            self._take_over(self._takeover)
+        if self._takeover is not None and (part := self._takeover.part_here):
+            wait_s = self._lease_s * (HALF_LEASES if part >= 0.5 else FEW_LEASES)
+            if now >= self._began + wait_s:
+                self._take_over(self._takeover)
         m, decides = self.membership, self._takeover is None and not self._parked
         while self._untold and decides:
             event, fields = self._untold.pop(0)
             super()._tell_agents(event, **fields)
         if decides and m.begun and not m.active and not self.finished:
             self.desk.tell_all({"kind": "give_up", "why": "no group is left that holds the state"})
+        self._check_stranded(time.monotonic())
         self._check_absent(time.monotonic())
         self.desk.turn(time.monotonic(), decides=decides, begun=m.begun, standby=bool(self._with_role("standby")))
 
@@ -122,6 +134,8 @@ class HostsCoordinator(Coordinator):
         if record["kind"] == "concluded":
             for standby in self._with_role("standby"):
                 self._send(standby, {"kind": "over"})
+        if record["kind"] == "standings" and (self._takeover is not None or self._parked):
+            return  # they wait for this coordinator
         if record["kind"] in _OF_THE_DESK:
             self.desk.take(peer, record)
         else:
@@ -143,10 +157,11 @@ class HostsCoordinator(Coordinator):
 
     def _lost(self, group: int, incarnation: int, why: str) -> None:
         m = self.membership
-        if self._takeover is None and group in self._silent and group in (*m.active, *m.joining):
+        decides = self._takeover is None and not self.finished
+        if decides and group in self._silent and group in (*m.active, *m.joining):
             self._parked = True
             few = self._last is not None and 2 * len(self._silent & set(self._last.active)) > len(self._last.active)
-            self._claim_at = self._silent_at + (WAIT_LEASES * self._lease_s if few else SETTLE_S)
+            self._claim_at = self._silent_at + (FEW_LEASES * self._lease_s if few else SETTLE_S)
         super()._lost(group, incarnation, why)
 
     def _decide(self, *, force: bool = False, before: tuple[int, int] | None = None) -> None:
@@ -155,7 +170,9 @@ class HostsCoordinator(Coordinator):
             if self._parked and now < self._claim_at:
                 self._decide_at = self._force_at = None  # `turn` comes back to it
                 return
-            self._parked = m.settles(force=force) and self._claimed(m.epoch, sorted(m.lost_names)) is not None
+            claimed = self._claimed(m.epoch, sorted(m.lost_names)) if m.settles(force=force) else None
+            self._parked = claimed is not None
+            self._forestalled = claimed is not None and claimed.term > 0
             if self._parked:
                 self._decide_at = self._force_at = None
                 self._claim_at = now + RETRY_S
@@ -182,6 +199,18 @@ class HostsCoordinator(Coordinator):
         except (OSError, ValueError) as error:
             print(f"epoch {epoch} can't be claimed: {error}", file=sys.stderr, flush=True)
             return Claim(0, ())
+
+    def _check_stranded(self, now: float) -> None:
+        takeover = self._takeover
+        alone = takeover is not None and takeover.known.epoch > 0 and not takeover.part_here
+        if self.finished or not (alone or (self._parked and self._forestalled)):
+            self._stranded_since = None
+        elif self._stranded_since is None:
+            self._stranded_since = now
+        elif now - self._stranded_since > STRANDED_S:
+            what = "no group that holds the state has come" if alone else "another coordinator goes on from here"
+            why = f"{what}, and nothing more was heard for {STRANDED_S:g} s"
+            self.desk.tell_all({"kind": "give_up", "why": why, "elsewhere": True})
 
     def _check_absent(self, now: float) -> None:
         """Hosts whose ranks are connected and whose agent isn't, for longer than it takes to come."""

@@ -3,7 +3,8 @@
 A coordinator tells each decision to its standbys, and appends it to a log file, before it tells the members. One that
 takes over under a new term waits for the members of the newest epoch that it or any member knows of: until all have
 come, or the lease is over and most have. Those that haven't come count as lost. A group that an agent calls lost is not
-waited for, and not counted. Without a majority it waits on: a minority never commits.
+waited for, and not counted. Without a majority it waits on: a minority never commits, unless on several hosts its claim
+is the first (`hosts_coordinator.py`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class DecisionLog:
         newest = now = Decision()
         for record in read_records(path) if path.exists() else ():
             now = now.after(record)
-            if (now.term, now.epoch, now.step) > (newest.term, newest.epoch, newest.step):
+            if (now.term, now.epoch, now.step) >= (newest.term, newest.epoch, newest.step):
                 newest = now
         return newest
 
@@ -132,9 +133,10 @@ class Takeover:
         return sorted(group for group in members if group in self._dead or not self._whole(group))
 
     @property
-    def active_here(self) -> bool:
-        """Whether somebody is here who holds the state."""
-        return bool(self.known.epoch) and not set(self.known.active) <= set(self.missing)
+    def part_here(self) -> float:
+        """What part of the active groups, which hold the state, is here; 0 before the first epoch."""
+        active = set(self.known.active)
+        return len(active - set(self.missing)) / len(active) if active and self.known.epoch else 0.0
 
     def without(self, lost: Sequence[int], now: float) -> None:
         """Another coordinator went on from this epoch without those groups: what followed is where the run stood."""

@@ -1,6 +1,7 @@
-"""How the processes of one host talk: JSON objects, each behind its length in four bytes, over a Unix socket.
+"""How processes talk: JSON objects, each behind its length in four bytes. Nothing is unpickled.
 
-Nothing is unpickled, and no socket of this kind leaves the host: it lies in a directory that only its owner can enter.
+The sockets of `listen` are for the processes of one host: they lie in a directory that only their owner can enter.
+Between hosts `links.py` lets nobody in who doesn't know the run's secret.
 """
 
 from __future__ import annotations

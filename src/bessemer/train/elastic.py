@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from bessemer.core.errors import BessemerError
 from bessemer.core.job import Job
 from bessemer.data import Reader
 from bessemer.data.cursor import deal, units_of_step
-from bessemer.keep.cohort import Cohort, Epoch
+from bessemer.keep.cohort import Cohort, Epoch, Join
 from bessemer.models.moe import moe_layers
 from bessemer.parallel.across import Across, GivenUp, Link
 from bessemer.train.alike import parameters_hash
@@ -32,7 +33,7 @@ from bessemer.train.loop import Loop
 from bessemer.train.passes import Batch, Contribution
 from bessemer.train.restore import restore
 from bessemer.train.step import StepResult
-from bessemer.train.transfer import Landing, Snapshot, send
+from bessemer.train.transfer import Landing, Snapshot, deliver
 
 __all__ = ["Connector", "ElasticLoop", "group_job"]
 
@@ -122,7 +123,8 @@ class ElasticLoop(Loop):
             restored = restore(self.parts, self.run_folder, self.train_data.fingerprint, self.origin)
         self.cohort.hello(None if restored is None else restored.step, self.landing.address)
         self.reporter.phase(0, "waiting as a spare")
-        epoch = self.cohort.await_epoch()
+        self.cohort.await_epoch()
+        epoch = self._agreed_epoch()
         step = epoch.step
         if self.cohort.seat.group not in epoch.active:
             step = self._catch_up(step)
@@ -142,7 +144,7 @@ class ElasticLoop(Loop):
             self.reporter.phase(step + 1, "catching up")
             if self._enter(step).parked and stands is None:
                 stands = self._land_parked(step)
-                if stands == step and me in self.cohort.await_epoch(self._agreed_epoch()).active:
+                if stands == step and me in self._agreed_epoch().active:
                     self._event_of_group("joined", step=step, seconds=time.monotonic() - start)
                     return step
                 continue
@@ -159,7 +161,7 @@ class ElasticLoop(Loop):
             if stands == step:
                 self.cohort.synced()
                 assert self._epoch is not None
-                if me in self.cohort.await_epoch(self._agreed_epoch()).active:
+                if me in self._agreed_epoch().active:
                     self._event_of_group("joined", step=step, seconds=time.monotonic() - start)
                     return step
 
@@ -167,7 +169,8 @@ class ElasticLoop(Loop):
         """As `_land`, of the step at which all stand still; waits for it, or for a newer epoch."""
         assert self._epoch is not None
         epoch, stands = self._epoch.number, None
-        while stands is None and self._agreed_epoch() <= epoch:
+        while stands is None and self._agreed_number() <= epoch:
+            self.cohort.check()
             stands = self._land(step)
             time.sleep(_LAND_S)
         if stands is not None:
@@ -185,6 +188,7 @@ class ElasticLoop(Loop):
         least = torch.tensor([float(-step)], dtype=torch.float64, device=self.parts.mesh.device)
         if -float(self.parts.mesh.max_over_world(least)) < 0 or found is None:
             return None
+        self.reporter.phase(first + 1, "landing")  # and applying what was kept since, until the next step
         found.put(self.parts)
         self.landing.arrived = None
         return found.step
@@ -221,6 +225,7 @@ class ElasticLoop(Loop):
         known, dealt = self._epoch, None  # type: Epoch | None, set[int] | None
         while True:
             epoch = self._enter(step)
+            self.reporter.phase(step + 1, f"training (epoch {epoch.number})")
             share = self._share(step, epoch)
             dealt = set(share) if dealt is None else dealt
             todo = [u for u in share if u not in work.kept.units]
@@ -232,7 +237,7 @@ class ElasticLoop(Loop):
                 continue  # a newer epoch has come
             begin = time.perf_counter()
             total = work.kept.buffers.copy()
-            self.reporter.phase(step + 1, "summing")
+            self.reporter.phase(step + 1, f"summing (epoch {epoch.number})")
             assert self._across is not None
             try:
                 with self.parts.step.passes.phases("comm_s"):
@@ -243,6 +248,7 @@ class ElasticLoop(Loop):
                 self.cohort.await_epoch(epoch.number + 1)
             else:
                 self.cohort.vote(epoch.number, step, self._digest(step, epoch, total))
+                self.reporter.phase(step + 1, f"voted (epoch {epoch.number})")
                 if self.cohort.await_outcome(epoch.number, step):
                     if epoch is not known:
                         self._tell_cost(step, epoch, work)
@@ -263,15 +269,28 @@ class ElasticLoop(Loop):
         spent = {"waited_s": work.waited_s, "redone_s": work.redone_s, "connect_s": self._across.connect_s}
         self._event_of_group("adapted", step=step + 1, epoch=epoch.number, **spent)
 
-    def _agreed_epoch(self) -> int:
-        """The newest epoch that any rank of this group has heard of."""
+    def _agreed_number(self, mine: int | None = None) -> int:
+        """Of the newest epoch that any rank of this group has heard of. `mine`: what this rank says."""
         mesh = self.parts.mesh
-        newest = torch.tensor([float(self.cohort.newest)], dtype=torch.float64, device=mesh.device)
-        return int(mesh.max_over_world(newest))
+        number = float(self.cohort.newest if mine is None else mine)
+        return int(mesh.max_over_world(torch.tensor([number], dtype=torch.float64, device=mesh.device)))
+
+    def _agreed_epoch(self) -> Epoch:
+        """The newest epoch that any rank of this group has heard of, the same one on all of them. A coordinator that
+        died while it told of an epoch may have reached some of them: then the one that follows it."""
+        number = self._agreed_number()
+        if self._epoch is not None and self._epoch.number == number:
+            return self._epoch
+        while True:
+            found = self.cohort.await_epoch(number)
+            newest = self._agreed_number(found.number)
+            if newest == number:
+                return found
+            number = newest
 
     def _enter(self, step: int) -> Epoch:
         """The newest epoch, with its link under way, and the state for joiners too."""
-        epoch = self.cohort.await_epoch(self._agreed_epoch())
+        epoch = self._agreed_epoch()
         if epoch is self._epoch:
             return epoch
         if self._across is not None:
@@ -299,7 +318,7 @@ class ElasticLoop(Loop):
                     parallel.finish()
                 work.kept.take(unit, self._with_load(mine), stop=stop)
                 self.cohort.check()
-                if self._agreed_epoch() > epoch.number:
+                if self._agreed_number() > epoch.number:
                     return False
         return True
 
@@ -337,16 +356,22 @@ class ElasticLoop(Loop):
                 continue
             self._sent.add((joiner, join.step))
             start = time.perf_counter()
+            self.reporter.phase(step + 1, "donating")
             snapshot = Snapshot.take(self.parts, me, step)
             self._event_of_group("donated", step=step, to=joiner, stall_s=time.perf_counter() - start)
 
-            def deliver(snapshot: Snapshot = snapshot, join: Any = join) -> None:
-                try:
-                    send(snapshot, join, self.secret)
-                except OSError as error:  # the joiner is gone: the coordinator says what follows
-                    self._event_of_group("transfer_failed", step=snapshot.step, why=str(error))
+            wanted, tell = partial(self._wants, joiner, join), partial(self._tell_broken, step)
+            how = {"wanted": wanted, "tell": tell}
+            threading.Thread(
+                target=deliver, args=(snapshot, join, self.secret), kwargs=how, name="bessemer-donor", daemon=True
+            ).start()
 
-            threading.Thread(target=deliver, name="bessemer-donor", daemon=True).start()
+    def _wants(self, joiner: int, join: Join) -> bool:
+        """Whether the joiner still waits for this snapshot, as far as this rank knows."""
+        return self._epoch is not None and self._epoch.joins.get(joiner) == join
+
+    def _tell_broken(self, step: int, error: OSError) -> None:
+        self._event_of_group("transfer_failed", step=step, why=str(error))
 
     def _event_of_group(self, name: str, **fields: Any) -> None:
         """One event for the group, from its first rank."""

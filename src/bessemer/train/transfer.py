@@ -2,7 +2,8 @@
 
 The donor copies its tensors, which takes as long as a copy in memory, and sends them in a thread; the joiner takes them
 in a thread. Both hold tensors of the same names, shapes and types, since they sit at the same place. One connection a
-transfer: a challenge, a JSON header {proof, donor, step, tensors: [[name, dtype, shape]], checksum}, then the bytes.
+transfer: a challenge, a JSON header {proof, donor, step, tensors: [[name, dtype, shape]], checksum}, then the bytes,
+and one byte back once they have arrived whole. Without that byte the donor sends its copy again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +29,13 @@ from bessemer.models.quantise import refresh_amax
 from bessemer.models.watched import refresh_fallen
 from bessemer.train.assembly import Assembly
 
-__all__ = ["Landing", "Snapshot", "held_state", "send"]
+__all__ = ["Landing", "Snapshot", "deliver", "held_state", "send"]
 
 _CHUNK = 4 << 20
 _LENGTH = struct.Struct(">I")
 _TIMEOUT_S = 30.0
+_AGAIN_S, _AGAIN_AT_MOST_S = 0.1, 5.0
+"""Between two transfers of the same snapshot, at first and as the most that this doubles to."""
 
 
 def held_state(parts: Assembly) -> Iterator[tuple[str, Tensor]]:
@@ -71,6 +75,25 @@ class Snapshot:
         refresh_fallen(parts.module)
 
 
+def deliver(
+    snapshot: Snapshot, join: Join, secret: str, *, wanted: Callable[[], bool], tell: Callable[[OSError], None]
+) -> None:
+    """Send until it has arrived whole, or isn't `wanted` any more, as when the joiner is lost. `tell` hears why a
+    transfer was broken off."""
+    pause_s = _AGAIN_S
+    while True:
+        try:
+            send(snapshot, join, secret)
+        except OSError as error:
+            tell(error)
+        else:
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+        if not wanted():
+            return
+
+
 def send(snapshot: Snapshot, join: Join, secret: str) -> None:
     """Raises OSError when the joiner is gone, or doesn't take it."""
     with connect(join.address, _TIMEOUT_S) as link:
@@ -106,11 +129,14 @@ class Landing:
             try:
                 link, _ = self._server.accept()
             except OSError:
-                return
+                if self._server.fileno() < 0:
+                    return
+                time.sleep(_AGAIN_S)  # too many open files, as it may be
+                continue
             threading.Thread(target=self._take, args=(link,), name="bessemer-landing", daemon=True).start()
 
     def _take(self, link: socket.socket) -> None:
-        """One transfer. One that breaks off, or isn't what was announced, leaves no trace."""
+        """One transfer. One that breaks off, or isn't what was announced, leaves no trace: the donor tries again."""
         with link:
             try:
                 link.settimeout(_TIMEOUT_S)
