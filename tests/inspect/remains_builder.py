@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bessemer.inspect.flight_records import Advice, Finding
 from bessemer.inspect.landing import Landing, read_landing
 from bessemer.inspect.landing_remains import KernelLine
 from bessemer.runtime.recorder import Channel, Recorder
@@ -92,3 +93,16 @@ def lost(b: RemainsBuilder, rank: int, **how: object) -> None:
 def ended(b: RemainsBuilder, rank: int | None, code: str = "rank-lost", message: str = "") -> None:
     b.now += 0.5
     b.event("failed", code=code, message=message, rank=rank, step=5)
+
+
+def finding(
+    b: RemainsBuilder, kind: str, ranks: Sequence[int], *, text: str = "", advice: Advice = "watch",
+    evidence: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """As the watch beside the run tells it, now."""
+    told = Finding(
+        kind=kind, t=b.now, step=5, ranks=tuple(ranks), text=text or kind, advice=advice, evidence=tuple(evidence)
+    )
+    fields = told.as_event()
+    del fields["t"]
+    b.event("finding", **fields)

@@ -170,7 +170,7 @@ CORPUS: list[tuple[Build, int | None, str, float, float, str]] = [
     (bus_error, 1, "hardware", 0.0, 0.49, "SIGBUS"),
     (aborted_victims, 3, "unknown", SURE, 1.0, "SIGKILL"),
     (bad_import, 1, "code", 0.7, 1.0, "tokenizers"),
-    (diverged, 3, "code", SURE, 1.0, "blocks.1.mlp"),
+    (diverged, None, "code", SURE, 1.0, "blocks.1.mlp"),
     (broke_at_once, 3, "data", 0.0, 0.49, "samples 8 to 15"),
     (bad_shard, 1, "data", 0.7, 1.0, "shard-3"),
     (wrong_request, None, "operator", 0.7, 1.0, "ranks 0, 1, 2, 3 failed in the same way"),

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bessemer.inspect.landing_losses import Loss, losses
 from bessemer.inspect.landing_remains import KernelLine, Remains, read_remains
 from bessemer.inspect.landing_traces import Cluster, clusters
-from bessemer.inspect.landing_verdict import NO_FAULT, Loss, Verdict, judge, losses
+from bessemer.inspect.landing_verdict import NO_FAULT, Verdict, judge
 from bessemer.runtime.dump_folder import DumpNote, dump_notes
 
 __all__ = ["Landing", "landing_of", "read_landing"]

@@ -11,9 +11,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bessemer.inspect.landing_traces import Trace
 from bessemer.keep.member import sounds_like_a_lost_peer
 
-__all__ = ["Cause", "cause_of_code", "cause_of_kernel", "cause_of_signal", "cause_of_text", "is_victim"]
+__all__ = [
+    "CORRUPT", "DISK_FULL", "DIVERGED", "IN_NATIVE_CODE", "SUMMED", "UNEXPLAINED", "VICTIM_CODES", "Cause",
+    "cause_of_code", "cause_of_kernel", "cause_of_signal", "cause_of_trace", "is_victim",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,12 @@ IMPORTS = Cause(
 WRONG_REQUEST = Cause("operator", 0.9, "change the job or the command as the message says; `bessemer check JOB`")
 BAD_DATA = Cause("data", 0.9, "mend or leave out the file that the message names, then start again")
 BAD_DISK = Cause("hardware", 0.45, "check the disk and file system that the message names")
+TOO_MANY_FILES = Cause(
+    "operator", 0.8, "raise the limit of open files of that process (`ulimit -n`); if it comes again look for a leak"
+)
+PORT_IN_USE = Cause(
+    "operator", 0.85, "end the process that has the port (`ss -ltnp`), or choose another one: MASTER_PORT"
+)
 NETWORK = Cause("network", 0.5, "check that all hosts reach the named address, and the interfaces' error counters")
 DIVERGED = Cause("code", 0.6, "a lower train.lr, more train.warmup_steps or a clip; go on from an earlier checkpoint")
 SUDDEN = Cause(
@@ -51,6 +61,33 @@ BAD_PARAMETER = Cause(
     "code",
     0.45,
     "start again from the checkpoint: if the same parameter is bad again at the same step it is code, else hardware",
+)
+CORRUPT = Cause(
+    "hardware",
+    0.8,
+    "what this rank computed or holds isn't what the others have of the same: take its host out and test memory and "
+    "accelerator",
+)
+IN_NATIVE_CODE = Cause("code", 0.45, "look at the native call at the end of the stack; test the host's memory")
+NOT_AGAIN = Cause(
+    "hardware",
+    0.6,
+    "the same passes gave no bad value when they were run again at once: test memory and accelerator of that host",
+)
+SUMMED = "the summed "
+OF_A_SUM = Cause(
+    "unknown", 0.3, "only the sum is bad here: what made it is on another rank, or went wrong between the ranks"
+)
+BAD_TOKEN = Cause(
+    "data",
+    0.6,
+    "a token id is beyond the vocabulary: compare the tokenizer with model.vocab_size, and look at the samples",
+)
+CUT_FILE = Cause(
+    "data",
+    0.6,
+    "a token file that is mapped into memory has lost its end, or its disk answers no more: compare its length with "
+    "the manifest beside it, and see what else writes there",
 )
 UNEXPLAINED = Cause("unknown", 0.6, "read the log of that rank")
 
@@ -76,6 +113,8 @@ _DATA_FAMILIES = ("corpus-", "megatron-", "tokenizer-")
 _BY_WORDS: tuple[tuple[str, Cause], ...] = (
     (r"out of ?memory|DefaultCPUAllocator|can't allocate memory|cannot allocate memory|\bMemoryError\b", OUT_OF_MEMORY),
     (r"no space left on device|errno 28|errno 122|errno 27|file too large|quota exceeded", DISK_FULL),
+    (r"errno 24\b|too many open files", TOO_MANY_FILES),
+    (r"errno 98\b|address already in use", PORT_IN_USE),
     (r"errno 5\b|input/output error|stale file handle|errno 116", Cause("hardware", 0.7, BAD_DISK.next)),
     (
         r"uncorrectable ecc|hardware error|double bit ecc|\bxid\b",
@@ -93,6 +132,8 @@ _BY_WORDS: tuple[tuple[str, Cause], ...] = (
     ),
     (r"\bkeyboardinterrupt\b", Cause("operator", 0.8, "start the same command again; it goes on from what is saved")),
 )
+_DAMAGED = re.compile("checksum|bytes, the manifest says")
+_OF_DATA = "bessemer/data/"
 _DATA_ERROR, _REQUESTS = "DataError", ("RequestError", "ConfigError", "MissingExtra", "RunFolderError")
 
 
@@ -101,9 +142,18 @@ def is_victim(code: str, text: str) -> bool:
     return code in VICTIM_CODES or (code in ("", "crash") and sounds_like_a_lost_peer(text))
 
 
-def cause_of_text(kind: str, message: str, norms: Sequence[float]) -> Cause:
-    """Of an exception, as a log has it. norms: gradient norms of the steps before, by which a run that diverges is
-    told from one that broke at once."""
+def cause_of_trace(trace: Trace, norms: Sequence[float]) -> Cause:
+    """Of an error in a log. norms: gradient norms of the steps before, by which a run that diverges is told from one
+    that broke at once."""
+    inside = [file for file, _, _ in trace.frames]
+    if trace.kind == "fatal" and trace.message.startswith("Bus error") and any(_OF_DATA in file for file in inside):
+        return CUT_FILE
+    if trace.kind == "IndexError" and trace.frames and trace.frames[-1][2] == "embedding":
+        return BAD_TOKEN
+    return _of_text(trace.kind, trace.message, norms)
+
+
+def _of_text(kind: str, message: str, norms: Sequence[float]) -> Cause:
     name = kind.rpartition(".")[2]
     if name == "NonFinite" or "is not finite" in message:
         return _non_finite(message, norms)
@@ -116,9 +166,9 @@ def cause_of_text(kind: str, message: str, norms: Sequence[float]) -> Cause:
     if name in _REQUESTS:
         return WRONG_REQUEST
     if name == "CheckpointError":
-        return BAD_DISK if "checksum" in text or "bytes, the manifest says" in text else UNEXPLAINED
+        return BAD_DISK if _DAMAGED.search(text) else UNEXPLAINED
     if kind == "fatal":
-        return Cause("code", 0.45, "look at the native call at the end of the stack; test the host's memory")
+        return IN_NATIVE_CODE
     return UNEXPLAINED if kind == "words" else CODE
 
 
@@ -126,13 +176,15 @@ def cause_of_code(code: str, message: str, norms: Sequence[float]) -> Cause:
     """Of a report in events.jsonl, where no log says more."""
     if code.startswith("non-finite"):
         return _non_finite(message, norms)
+    if code == "checkpoint-none" and _DAMAGED.search(message.lower()):
+        return BAD_DISK
     if code in _BY_CODE:
         return _BY_CODE[code]
     if code.startswith(_DATA_FAMILIES):
         return BAD_DATA
     if code == "crash":
         kind, _, rest = message.partition(": ")
-        cause = cause_of_text(kind, rest, norms)
+        cause = _of_text(kind, rest, norms)
         return Cause(cause.kind, cause.confidence - 0.1, cause.next)
     return Cause("unknown", 0.6, f"docs/errors.md says what the code {code!r} means")
 
@@ -174,6 +226,12 @@ def cause_of_kernel(text: str) -> Cause | None:
 
 
 def _non_finite(message: str, norms: Sequence[float]) -> Cause:
+    if message.startswith(SUMMED) and ", made by" not in message:
+        return OF_A_SUM
+    if "when it is run again" in message:
+        return NOT_AGAIN
+    if "but finite in" in message:
+        return CORRUPT
     if message.startswith("parameter "):
         return BAD_PARAMETER
     if "no token of this rank" in message:

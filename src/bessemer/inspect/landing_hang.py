@@ -18,6 +18,8 @@ __all__ = ["Hang", "doing_text", "find_hang"]
 LATE_S = 30.0
 """A rank that comes so long after all others held them up. Clocks of hosts differ by far less."""
 
+_Place = tuple[str, tuple[int, ...], int]
+"""A collective as all its ranks know it: the group's name and ranks, and its order there."""
 _Way = tuple[str, int] | None
 """Of messages: whether they are sent or received, and the other end. None for collectives."""
 
@@ -25,9 +27,9 @@ _Way = tuple[str, int] | None
 @dataclass(frozen=True)
 class Hang:
     """kind: "absent" (`ranks` didn't arrive), "order" (ranks wait for each other in different operations), "differs"
-    (the same operation with different kinds or sizes) or "stuck" (all arrived). since_t: unix seconds since when the
-    first of the waiting ranks has waited. at: the operation at which the first of absent `ranks` was waited for first,
-    in words."""
+    (the same operation with different kinds or sizes; `ranks` do otherwise than most) or "stuck" (all arrived).
+    since_t: unix seconds since when the first of the waiting ranks has waited. at: the operation at which the first of
+    absent `ranks` was waited for first, in words."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -45,6 +47,12 @@ def find_hang(boxes: Sequence[Blackbox]) -> Hang | None:
     if not waits:
         return None
     since_t = min(by_rank[rank].wall_s(_since_s(operation)) for rank, operation in waits.items())
+    odd = _odd(waits, boxes)
+    if odd is not None:  # whatever else waits, it is because of that
+        lines = [
+            _waiting_text(by_rank[r], op, []) for r, op in sorted(waits.items(), key=lambda item: item[0] not in odd)
+        ]
+        return Hang("differs", odd, tuple(sorted(waits)), since_t, tuple(lines[:8]))
     progress = _Progress(by_rank)
     missing = {rank: progress.missing(rank, operation) for rank, operation in waits.items()}
     shared = {id(of): of for of in missing.values()}  # those that wait for the same have the same list
@@ -65,7 +73,7 @@ def find_hang(boxes: Sequence[Blackbox]) -> Hang | None:
         rank, late_s = late
         came = f"rank {rank} came to {_what(waits[rank])} only {late_s:.0f} s after the others"
         return Hang("absent", (rank,), tuple(sorted(set(waits) - {rank})), since_t, (came, *lines[:8]))
-    return Hang("differs" if _differs(waits) else "stuck", (), tuple(sorted(waits)), since_t, tuple(lines[:8]))
+    return Hang("stuck", (), tuple(sorted(waits)), since_t, tuple(lines[:8]))
 
 
 def _waits(box: Blackbox) -> Operation | None:
@@ -129,14 +137,35 @@ def _late(waits: dict[int, Operation], by_rank: dict[int, Blackbox]) -> tuple[in
     return came[-1][1], came[-1][0] - came[-2][0]
 
 
-def _differs(waits: dict[int, Operation]) -> bool:
-    """Whether ranks wait in the same place of the same group for different things."""
-    seen: dict[tuple[str, tuple[int, ...], int], set[tuple[str, int, str]]] = {}
-    for operation in waits.values():
-        if operation.peer is None:
-            key = (operation.group.name, tuple(sorted(operation.group.ranks)), operation.order)
-            seen.setdefault(key, set()).add((operation.operation, operation.size_bytes, operation.dtype))
-    return any(len(kinds) > 1 for kinds in seen.values())
+def _odd(waits: dict[int, Operation], boxes: Sequence[Blackbox]) -> tuple[int, ...] | None:
+    """Whether ranks have come to an operation at which one waits for different things: those that did otherwise than
+    most, none where there is no strict majority; None where all did alike."""
+    places: dict[_Place, dict[tuple[str, int, str], list[int]]] = {
+        _place(o): {} for o in waits.values() if o.peer is None
+    }  # fmt: skip
+    for box in boxes:
+        latest: dict[_Place, Operation] = {}
+        for o in box.operations:
+            place = _place(o)
+            if (
+                o.peer is None
+                and place in places
+                and (place not in latest or latest[place].group.number <= o.group.number)
+            ):
+                latest[place] = o  # of a group that was made anew the orders come again
+        for place, o in latest.items():
+            size = 0 if o.operation == "all_to_all" else o.size_bytes  # there each rank has its own
+            places[place].setdefault((o.operation, size, o.dtype), []).append(box.rank)
+    for kinds in places.values():
+        if len(kinds) > 1:
+            most = max(kinds.values(), key=len)
+            known = sum(map(len, kinds.values()))
+            return tuple(r for of in kinds.values() if of is not most for r in of) if 2 * len(most) > known else ()
+    return None
+
+
+def _place(operation: Operation) -> _Place:
+    return operation.group.name, tuple(sorted(operation.group.ranks)), operation.order
 
 
 def _waiting_text(box: Blackbox, operation: Operation, missing: list[int]) -> str:

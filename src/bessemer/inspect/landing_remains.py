@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import socket
 import subprocess
 import time
@@ -95,6 +96,7 @@ class Remains:
     kernel: Sequence[KernelLine]
     running: bool
     now: float
+    free_bytes: int | None = None  # on the disk of the folder, as it is now
     notes: list[str] = field(default_factory=list)
 
     def trace(self, log: str, of: Try) -> Trace | None:
@@ -163,6 +165,7 @@ def read_remains(
         kernel=kernel_lines() if kernel is None else kernel,
         running=_is_locked(folder / "lock") if running is None else running,
         now=time.time() if now is None else now,
+        free_bytes=_free_bytes(folder),
         notes=notes,
     )
 
@@ -211,6 +214,13 @@ def _tries(events: list[Event]) -> list[Try]:
             tries.append(Try([]))
         tries[-1].events.append(event)
     return tries or [Try([])]
+
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def _is_locked(path: Path) -> bool:

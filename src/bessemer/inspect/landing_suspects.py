@@ -9,18 +9,23 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bessemer.inspect.landing_causes import (
+    CORRUPT,
+    IN_NATIVE_CODE,
+    SUMMED,
     UNEXPLAINED,
+    VICTIM_CODES,
     Cause,
     cause_of_code,
     cause_of_kernel,
     cause_of_signal,
-    cause_of_text,
+    cause_of_trace,
     is_victim,
 )
+from bessemer.inspect.landing_findings import cause_of_stack, corruptions, standstill_of
 from bessemer.inspect.landing_remains import Event, Remains, Try, about_process
 from bessemer.inspect.landing_traces import Trace
 
@@ -34,6 +39,7 @@ EVICTED = Cause(
     "the watch beside the run ended it: the finding says what it did; test that host before it comes back",
 )
 _BLAMED = re.compile(r"\(rank (\d+)[,)]")
+_KILLED = re.compile(r"killed by (SIG\w+)")
 
 
 @dataclass(frozen=True)
@@ -64,21 +70,36 @@ def find_suspects(remains: Remains, of: Try, lost: Sequence[Event], report: Even
         )
         for rank in ranks
     ]  # fmt: skip
+    found = _with_copies(found, traces)
     named = report.fields.get("rank") if report is not None else None
     return sorted(found, key=lambda s: (-s.weight, s.t if s.t is not None else float("inf"), s.rank != named))
 
 
-def service_suspect(remains: Remains, of: Try, name: str, report: Event) -> Suspect:
-    """The vault or the coordinator, whose log says why it ended."""
-    trace = remains.trace(name, of)
-    evidence = [report.text, *([] if trace is None else trace.evidence)]
-    if trace is not None and not trace.victim:
-        cause = cause_of_text(trace.kind, trace.message, ())
+def _with_copies(found: Sequence[Suspect], traces: dict[int, Trace]) -> list[Suspect]:
+    """Groups hold the same parameters. Where one isn't finite in some and others only have a bad sum, it is memory."""
+    only_sum = any(trace.message.startswith(SUMMED) for trace in traces.values())
+    return [
+        replace(s, cause=CORRUPT)
+        if only_sum and s.rank in traces and traces[s.rank].message.startswith("parameter ")
+        else s
+        for s in found
+    ]
+
+
+def service_suspect(remains: Remains, of: Try, name: str, report: Event | None) -> Suspect:
+    """The vault or a coordinator, whose logs say why it ended; else the agent may have told of the signal."""
+    logs = sorted(log for log in remains.traces if log.partition("-")[0] == name)
+    trace = next((t for log in logs if (t := remains.trace(log, of)) is not None and not t.victim), None)
+    told = [e for e in of.named("warning") if f"the {name} was killed by" in str(e.fields.get("message"))][-1:]
+    evidence = [e.text for e in ([] if report is None else [report]) + told]
+    evidence += [] if trace is None else trace.evidence
+    if trace is not None:
+        cause, log = cause_of_trace(trace, ()), trace.log
     else:
-        how = re.search(r"killed by (SIG\w+)", str(report.fields.get("message") or ""))
-        cause = cause_of_signal(how.group(1)) if how is not None else UNEXPLAINED
-    cause = Cause(cause.kind, min(cause.confidence, 0.7), f"{cause.next} (of the {name}: logs/{name}.log)")
-    return Suspect(None, 2, report.t, cause, tuple(evidence), (name,))
+        how = [m for e in told + ([] if report is None else [report]) if (m := _KILLED.search(e.text)) is not None]
+        cause, log = cause_of_signal(how[0].group(1)) if how else UNEXPLAINED, f"logs/{name}.log"
+    cause = Cause(cause.kind, min(cause.confidence, 0.7), f"{cause.next} (of the {name}: {log})")
+    return Suspect(None, 2, None if report is None else report.t, cause, tuple(evidence), (name,))
 
 
 def _traces(remains: Remains, of: Try, only: Event | None) -> dict[int, Trace]:
@@ -113,10 +134,13 @@ def _suspect(
     evidence += [f"kernel: {line.text}" for line in kernel[-3:]]
     norms = [m["grad_norm"] for m in remains.metrics[-20:] if m.get("grad_norm") is not None]
     weight, cause = _judged(death, trace, report, norms)
+    weight, cause, more = _as_watched(of, rank, death, (weight, cause))
+    evidence += more
     evicted = next((e for e in of.named("evicted") if e.fields.get("rank") == rank), None)
     if evicted is not None:
         evidence.append(evicted.text)
-        weight, cause = 2, EVICTED
+        still = standstill_of(of, rank, evicted.t)
+        weight, cause = 2, EVICTED if still is None else cause_of_stack(still)
     told = next((c for line in reversed(kernel) if (c := cause_of_kernel(line.text)) is not None), None)
     if told is not None:
         weight, cause = 2, told
@@ -133,6 +157,19 @@ def _suspect(
     return Suspect(rank, weight, t, cause, tuple(evidence), signature)
 
 
+def _as_watched(of: Try, rank: int, death: Event | None, judged: tuple[int, Cause]) -> tuple[int, Cause, list[str]]:
+    """(weight, cause, evidence) of a lost rank, with what the vote or the watch beside the run knew of it."""
+    if death is not None and "group" in death.fields:
+        for event, whose, cause in corruptions(of):
+            if whose == rank and event.name == "group_ended":
+                return 2, cause, [event.text]
+    still = standstill_of(of, rank, death.t) if death is not None and death.fields.get("silent_s") else None
+    if still is None:
+        return *judged, []
+    found = cause_of_stack(still)
+    return 2, found if judged[1].kind == "unknown" else judged[1], [still.text, *still.finding.evidence[:3]]
+
+
 def _judged(
     death: Event | None, trace: Trace | None, report: Event | None, norms: Sequence[float]
 ) -> tuple[int, Cause]:
@@ -141,23 +178,31 @@ def _judged(
     if death is not None:
         how, cause = _how(death.fields)
         if how.startswith("SIG"):
-            if trace is not None and by_itself and trace.kind != "fatal":
-                said = cause_of_text(trace.kind, trace.message, norms)
-                return 2, said if said.kind != "unknown" else cause
+            if trace is not None and by_itself:
+                said = cause_of_trace(trace, norms)
+                return 2, said if said.kind != "unknown" and said is not IN_NATIVE_CODE else cause
             if how == "SIGABRT" and trace is not None and trace.victim:
                 return 0, cause
-            return (1 if how in WEAK_SIGNALS and not by_itself else 2), cause
+            return (1 if how in WEAK_SIGNALS else 2), cause
         if trace is None:
             return (1 if how == "gone" else 2), cause
-        return (2, cause_of_text(trace.kind, trace.message, norms)) if by_itself else (0, cause)
+        if by_itself and "group" in death.fields and "which is not saved" in trace.message:
+            return 2, CORRUPT  # the other groups hold the same state, and go on with it
+        return (_weight(trace), cause_of_trace(trace, norms)) if by_itself else (0, cause)
     code, message = ("", "") if report is None else (str(report.fields.get(key) or "") for key in ("code", "message"))
     if trace is not None and by_itself:
-        weight = 1 if trace.kind == "words" else 2
-        cause = cause_of_text(trace.kind, trace.message, norms)
+        if code in VICTIM_CODES:
+            return 0, UNEXPLAINED
+        cause, weight = cause_of_trace(trace, norms), 1 if trace.kind == "words" else _weight(trace)
         return weight, cause_of_code(code, message, norms) if cause.kind == "unknown" and code else cause
     if report is not None:
         return (0 if is_victim(code, message) else 2), cause_of_code(code, message, norms)
     return 0, UNEXPLAINED
+
+
+def _weight(trace: Trace) -> int:
+    """Of a rank where only a sum went wrong, not its part in it, another one may be the culprit."""
+    return 1 if trace.message.startswith(SUMMED) and ", made by" not in trace.message else 2
 
 
 def _how(fields: dict[str, Any] | Any) -> tuple[str, Cause]:

@@ -23,6 +23,9 @@ _WORDS = re.compile(
     r"|No space left on device|undefined symbol|version `GLIBC"
 )
 _GIVEN_UP = re.compile(r"watchdog caught collective operation timeout|heartbeat monitor timed out", re.IGNORECASE)
+_SERVICE_GONE = re.compile(
+    r"no vault answers at|the agent of this host is gone|the coordinator is gone|no coordinator at "
+)
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -40,7 +43,8 @@ class Trace:
     @property
     def victim(self) -> bool:
         """Whether it is what others' ends look like from here."""
-        lost = sounds_like_a_lost_peer(self.message) or _GIVEN_UP.search(self.message) is not None
+        gone = _GIVEN_UP.search(self.message) or _SERVICE_GONE.search(self.message)
+        lost = sounds_like_a_lost_peer(self.message) or gone is not None
         return self.kind.rpartition(".")[2] == "PeerLost" or lost
 
     @property

@@ -155,11 +155,13 @@ class Member:
         if code in (0, 3):
             self.close(code)
             return code
+        if isinstance(error, BessemerError) and error.rank is not None:
+            error.rank += self.number - self.rank  # where it was raised, ranks count from 0 in each group
         with contextlib.suppress(OSError):  # a log on a full disk must not keep the report from the agent
             traceback.print_exception(error)
             sys.stderr.flush()
         try:
-            self._send({"kind": "failed", **describe(error, self.rank, self._at[0]), "exit_code": code})
+            self._send({"kind": "failed", **describe(error, self.number, self._at[0]), "exit_code": code})
             self.close(code)
         except PeerLost:
             print("the agent is gone too, so this was reported to nobody", file=sys.stderr)

@@ -61,14 +61,17 @@ def stop_non_finite(
     saw for a replay, where the job has dumps.
     """
     finding = _diagnose(parallel, passes, mine)
-    guilty, severity = _elect(mesh, finding.severity * _LATEST - finding.order)
+    scores = _scores(mesh, finding.severity * _LATEST - finding.order)
+    guilty, severity = _elected(scores)
     text, where = finding.text, ""
+    if severity == PARAMETER:
+        text += _in_other_copies(mesh, scores, guilty)
     call: Call | None = None
     again: dict[str, bool] = {}
     if severity < PARAMETER:
         call, micro, again = _watched(passes, mesh, mine.batches, guilty, backward=severity < FORWARD)
         if severity == SUM:  # of sharded gradients only the sum is left: who made it shows only now
-            guilty, _ = _elect(mesh, int(call is not None and not call.arrives))
+            guilty, _ = _elected(_scores(mesh, int(call is not None and not call.arrives)))
         text += _made_by(call) if call is not None or severity >= FORWARD or not mine.batches else _NOT_AGAIN
         finding = _Finding(severity, 0, text, micro if finding.micro is None else finding.micro, finding.bad)
     known = severity > SUM or call is not None  # else no rank is to blame, and a dump would blame this one
@@ -88,12 +91,24 @@ def stop_non_finite(
     )
 
 
-def _elect(mesh: Mesh, score: int) -> tuple[int, int]:
-    """(the lowest rank with the highest score, its severity if scores are those of findings)."""
+def _scores(mesh: Mesh, score: int) -> list[int]:
+    """Those of all ranks, by rank."""
     ranks = torch.zeros(mesh.world_size, dtype=torch.int64, device=mesh.device)
     ranks[mesh.rank] = score
-    found = mesh.sum_over_world(ranks).tolist()
-    return found.index(max(found)), -(-max(found) // _LATEST)
+    return mesh.sum_over_world(ranks).tolist()
+
+
+def _elected(scores: list[int]) -> tuple[int, int]:
+    """(the lowest rank with the highest score, its severity if scores are those of findings)."""
+    return scores.index(max(scores)), -(-max(scores) // _LATEST)
+
+
+def _in_other_copies(mesh: Mesh, scores: list[int], guilty: int) -> str:
+    """What the ranks that hold the same parameters have of them: the same, unless memory or an update went wrong."""
+    block = mesh.world_size // mesh.sizes["replica"]
+    copies = scores[guilty % block :: block]
+    good = sum(-(-score // _LATEST) < PARAMETER for score in copies)
+    return f", but finite in {good} of {len(copies)} copies" if good else ""
 
 
 def refuse_non_finite_state(mesh: Mesh, slices: Iterable[Slice], step: int) -> None:
@@ -128,7 +143,9 @@ def _diagnose(parallel: DataParallel, passes: Passes, mine: Contribution) -> _Fi
     if outputs:
         at, order, name = outputs[0]
         return _Finding(FORWARD, order, f"{name} is not finite", at)
-    kept = parallel.local_gradients()
+    if mine.bad_units:
+        return _Finding(GRADIENT, 0, f"what this rank gave of unit {mine.bad_units[0]} is not finite")
+    kept = parallel.local_gradients() if mine.bad_units is None else {}
     local_bad = _latest_bad(module, {n: kept[p] for n, p in named.items() if p in kept})
     if local_bad is not None:
         order, name, param = local_bad

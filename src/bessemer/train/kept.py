@@ -69,6 +69,7 @@ class Kept:
         """Those that are in here."""
         self.batches: list[Batch] = []
         """Their micro-batches."""
+        self._bad: list[int] = []
         self.buffers = Buffers(
             torch.zeros(sum(self._sizes), dtype=narrow, device=device),
             torch.zeros(4 + load, dtype=wide, device=device),
@@ -96,6 +97,7 @@ class Kept:
         torch.maximum(b.maxima, _maxima(mine, b.maxima), out=b.maxima)
         self.units.append(unit)
         self.batches += mine.batches
+        self._bad += [unit] if bad else []
 
     def _add(self, into: Tensor, gradient: Tensor) -> bool:
         """Whether it isn't finite, or beyond what the fixed point holds; then nothing of it is added."""
@@ -117,7 +119,7 @@ class Kept:
             param.grad = _like(param, view)
         sums = total.sums.double() * 2.0**-_SUM_BITS if self.exact else total.sums
         loss, weight, stop, bad = sums[:4].tolist()
-        mine = Contribution(loss_sum=float("nan") if bad else loss, weight_sum=weight, batches=self.batches)
+        mine = Contribution(float("nan") if bad else loss, weight, batches=self.batches, bad_units=tuple(self._bad))
         if self._like.expert_load is not None:
             mine.expert_load = sums[4:].round().view_as(self._like.expert_load)
         amax = 0 if self._like.amax is None else self._like.amax.numel()

@@ -43,6 +43,9 @@ class Contribution:
     amax: Tensor | None = None  # float32 [quantised tensors of the whole model, 3], of delayed scaling
     watch: Table | None = None  # of a sampled step, what quantising did; sums, and maxima
     batches: list[Batch] = field(default_factory=list)  # for naming the first bad tensor
+    bad_units: tuple[int, ...] | None = None
+    """Those of this rank whose gradients weren't finite, where `.grad` holds sums over groups; else None, and they are
+    there to be looked at."""
 
     def add(self, loss_sum: Tensor, weight_sum: Tensor) -> None:
         """Take in one micro-batch; the sums are kept in float64 so that their order can't show in the loss."""
