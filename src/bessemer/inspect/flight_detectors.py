@@ -22,7 +22,7 @@ __all__ = ["Corrupt", "ExpertLoad", "LinkScore", "MemoryGrowth", "Spikes", "Stal
 
 LINK_STEPS, LINK_Z, LINK_EXCESS = 20, 6.0, 0.3
 LINK_EXCESS_OF_FEW = 2.0
-LINK_LEAST_S = 1e-3
+LINK_LEAST_S, LINK_LEAST_PART = 1e-3, 0.02
 STALL_STEPS, STALL_PART = 5, 0.2
 SPIKE_STEPS, SPIKE_NEAR_STEPS, SPIKE_LEAST_STEPS, SPIKE_Z = 128, 16, 32, 6.5
 LOSS_EXCESS, NORM_EXCESS = 0.05, 1.0
@@ -48,13 +48,16 @@ class LinkScore:
     """Slow links, by how long transfers take once the last rank has come: what ranks wait for each other isn't in it.
 
     A group is slow where the median of its last 20 steps is 30 % above that of the other groups of its kind, by 6
-    robust standard deviations. Fewer than 8 groups are held against their own best 20 steps, and have to take three
-    times as long. Under 1 ms a step nothing counts. Which pair of ranks of a group it is needs a test of pairs.
+    robust standard deviations. Fewer than 8 groups are held against the median of their own best 20 steps, and have to
+    take three times as long in nine of ten. What all others of its kind have become slower by (where it has no others:
+    three quarters of all groups) is no link's doing, but that of other work on their hosts. What is below 1 ms, or 2 %
+    of the step, counts as that. Which pair of ranks of a group it is needs a test of pairs.
     """
 
     def __init__(self) -> None:
         self._rings: dict[tuple[str, tuple[tuple[int, ...], ...]], _Ring] = {}
         self._best: dict[tuple[str, tuple[tuple[int, ...], ...]], Floats] = {}
+        self._growth: dict[tuple[str, tuple[tuple[int, ...], ...]], Floats] = {}  # over the best
 
     def update(self, sample: LinkSample) -> list[tuple[int, float, float]]:
         """(index of the group, z or ratio, by what part longer) of those that are slow now, the slowest first."""
@@ -63,19 +66,33 @@ class LinkScore:
         if not ring.put(sample.transfer_s):
             return []
         median_G = np.median(ring.values, axis=0)
+        least_s = max(LINK_LEAST_S, LINK_LEAST_PART * sample.step_s)
         with np.errstate(divide="ignore", invalid="ignore"):
             if len(sample.groups) < FEW:
                 best_G = self._best[key] = np.fmin(self._best.get(key, median_G), median_G)
-                excess_G = median_G / best_G - 1
-                score_G, slow_G = excess_G + 1, excess_G > LINK_EXCESS_OF_FEW
+                self._growth[key] = np.percentile(ring.values, 10, axis=0) / np.maximum(best_G, least_s)
+                score_G = self._growth[key] / self._usual_growth(key)
+                excess_G = score_G - 1
+                slow_G = excess_G > LINK_EXCESS_OF_FEW
             else:
                 others_G = others_median(median_G[None])[0]
                 excess_G = median_G / others_G - 1
                 score_G = (median_G - others_G) / stage_spread(median_G[None])[0]
                 slow_G = (excess_G > LINK_EXCESS) & (score_G > LINK_Z)
-            slow_G &= median_G > LINK_LEAST_S
+            slow_G &= median_G > least_s
         found = [(int(g), float(score_G[g]), float(excess_G[g])) for g in np.flatnonzero(slow_G)]
         return sorted(found, key=lambda slow: -slow[2])
+
+    def _usual_growth(self, key: tuple[str, tuple[tuple[int, ...], ...]]) -> Floats:
+        """By how much each group of `key` would have grown without a fault of its own; no less than 1."""
+        own_G = self._growth[key]
+        if len(own_G) > 1:
+            others = [np.delete(own_G, g) for g in range(len(own_G))]
+            return np.asarray([max(1.0, float(np.nanmin(each, initial=np.inf))) for each in others])
+        all_others = [growth for of, growth in self._growth.items() if of != key]
+        if not all_others:
+            return np.ones(1)
+        return np.asarray([max(1.0, float(np.nanpercentile(np.concatenate(all_others), 25)))])
 
 
 class StallScore:

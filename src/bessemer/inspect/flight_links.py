@@ -53,13 +53,13 @@ class LinkMeter:
         spent = self._spent_s[f"{name} {kind}"]
         spent[key] = spent.get(key, 0.0) + max(0.0, over_t - begin_t)
 
-    def samples(self, step: int, t: float, steps: int) -> list[LinkSample]:
-        """What was spent since the last call, for each of the `steps` that ended since then."""
+    def samples(self, step: int, t: float, steps: int, step_s: float = 0.0) -> list[LinkSample]:
+        """What was spent since the last call, for each of the `steps` that ended since then, each in `step_s`."""
         found = []
         for kind, spent in self._spent_s.items():
             groups = tuple(sorted(spent))
             transfer_G = np.asarray([spent[group] / steps for group in groups])
-            found.append(LinkSample(step, t, kind, groups, transfer_G))
+            found.append(LinkSample(step, t, kind, groups, transfer_G, step_s))
             for group in groups:
                 spent[group] = 0.0
         return found

@@ -111,6 +111,7 @@ class StepSample:
 class LinkSample:
     """Transfers of one kind in one step, such as "tensor all_reduce": for each group the seconds from the last arrival
     to the finish, summed over its operations ([G], NaN: unknown). Groups of a kind move the same bytes. groups: ranks.
+    step_s: how long the step took, 0 where it isn't known.
     """
 
     step: int
@@ -118,6 +119,7 @@ class LinkSample:
     kind: str
     groups: tuple[tuple[int, ...], ...]
     transfer_s: Floats
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -232,19 +232,19 @@ class FlightWatch:
         lengths = [*self._times.lengths, *(sample.step_s for sample in samples)]
         self._times = StepTimes(ready, time.monotonic(), lengths[-KEPT_LENGTHS:])
         done, self._done = self._done, ready
-        return [*samples, *self._links.samples(ready, time.time(), ready - done)]
+        step_s = float(np.mean([sample.step_s for sample in samples])) if samples else 0.0
+        return [*samples, *self._links.samples(ready, time.time(), ready - done, step_s)]
 
     def _sample(self, step: int, ranks: Sequence[RankStep | None], meters: Sequence[RankMeter]) -> StepSample:
         share_cores = len(meters) > usable_cores() and all(meter.pid for meter in meters)
         rows = [_row(r, m, share_cores) for r, m in zip(ranks, meters, strict=True)]
         compute_R, data_R, wait_R, batches_R, memory_R = np.asarray(rows, dtype=np.float64).T
-        known = [r for r in ranks if r is not None]
-        begin_s, end_s = min(r.begin_s for r in known), max(r.end_s for r in known)
+        known = [(r, m.tail.ahead_s) for r, m in zip(ranks, meters, strict=True) if r is not None]
+        begin_t, end_t = min(r.begin_s + at for r, at in known), max(r.end_s + at for r, at in known)
         tokens = self.job.train.micro_batch * self.job.data.seq_len
         if self.job.layout.pp > 1:
             tokens *= self.job.micro_batches
-        t = end_s + max(meter.tail.ahead_s for meter in meters)
-        return StepSample(step, t, end_s - begin_s, compute_R, data_R, wait_R, tokens * batches_R, memory_R)
+        return StepSample(step, end_t, end_t - begin_t, compute_R, data_R, wait_R, tokens * batches_R, memory_R)
 
     def _placement(self) -> Placement:
         """Of the groups that are active; hosts from their black boxes."""
