@@ -7,11 +7,13 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_ranks import job_in
 
+from bessemer.keep.host_agent import HostAgent
 from bessemer.keep.host_journal import HostJournal
 from bessemer.keep.journal import Journal
 from bessemer.keep.progress import Printer
@@ -79,6 +81,28 @@ def test_what_waits_for_room_is_handed_to_the_next_writer(folder: RunFolder, fil
     second.close()
     assert steps(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert names(folder) == ["before", "later", "waits"]
+
+
+def test_an_agent_that_hears_of_another_writer_hands_on_what_waits(
+    folder: RunFolder, fill: Callable[[bool], None]
+) -> None:
+    class Agent(HostAgent):
+        """What word of another writer needs of one."""
+
+        def __init__(self, journal: HostJournal) -> None:
+            self.journal, self.said = journal, []
+            self.coordinators: Any = SimpleNamespace(say=lambda record: bool(self.said.append(record) or True))
+            self._active, self._others_metrics = [], {}
+            journal.send = self._send_record
+
+    agent = Agent(host_journal(folder))
+    agent.journal.begin(begun=True)
+    fill(True)
+    agent.journal.metric({"step": 3})
+    agent.journal.event("waits")
+    agent._from_desk({"kind": "resend"})
+    assert [record["of"] for record in agent.said] == ["metrics", "events"]
+    assert agent.journal.idle and not agent.journal.writes
 
 
 def test_what_comes_late_is_left_out_where_later_steps_are_written(

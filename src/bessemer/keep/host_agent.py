@@ -28,7 +28,7 @@ __all__ = ["MEET_S", "HostAgent"]
 MEET_S = 300.0
 """How long an agent waits for the first host: hosts of a large job start minutes apart."""
 END_S = 120.0
-"""How long the agents wait for each other at the end."""
+"""How long the agents wait at the end for a coordinator of which nothing is heard."""
 _OVERDUE_S = 1.0
 
 
@@ -147,6 +147,7 @@ class HostAgent(ElasticAgent):
             self._tell_kept()
         elif kind == "resend":
             self.journal.cease()
+            self.journal.hand_on()
             self._tell_kept()
         elif kind == "record" and self.journal.writes:
             if record["of"] == "metrics" and int(record["record"]["step"]) > self.journal.step:
@@ -171,6 +172,8 @@ class HostAgent(ElasticAgent):
     def _on_welcome(self, record: dict[str, Any]) -> None:
         newest = int(record["newest"])
         self._welcome = record
+        if record["members"] is not None:
+            self._active, self._joining = (list(names) for names in record["members"])
         if newest >= self._names:
             self._names = newest + self.hosts.count
         self.coordinators.term = max(self.coordinators.term, int(record["term"]))
@@ -293,11 +296,14 @@ class HostAgent(ElasticAgent):
     # ---- end
 
     def _end_vault(self, wishes: Wishes) -> None:
-        """And wait for the other hosts: the one that writes for all, the others for its last word."""
+        """And wait for the other hosts: the one that writes for all, the others for its last word. A last save takes as
+        long as it takes: as long as the coordinator gives signs of life, it knows of an agent that isn't done."""
         super()._end_vault(wishes)
         self.coordinators.tell("done", {"kind": "done"})
-        deadline = time.monotonic() + END_S
-        while time.monotonic() < deadline and len(wishes.names) < 2 and not (self._over or self._elsewhere):
+        start = time.monotonic()
+        while not (self._over or self._elsewhere) and len(wishes.names) < 2:
+            if time.monotonic() - max(start, self._heard) > END_S:
+                return
             if self.journal.writes and self._alone:
                 self._alone = False
                 self.coordinators.say({"kind": "concluded"})
