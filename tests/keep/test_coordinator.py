@@ -251,6 +251,26 @@ def test_a_wish_to_leave_outlives_the_coordinator(folder: Path) -> None:
     serving.end()
 
 
+def test_what_happens_while_no_agent_is_there_is_told_to_the_next_one(folder: Path) -> None:
+    """After a takeover the ranks may come before the agent does."""
+    known = Decision(term=1, epoch=3, step=7, replicas=1, active=(0,))
+    m = Membership(replicas=1, block=1, steps=10, units_of=lambda step: UNITS)
+    coordinator = Coordinator(listen_at(f"unix:{folder}/c"), m, secret=SECRET, lease_s=0.01, takes_over=known)
+    try:
+        coordinator._takeover.dead(0)  # type: ignore[union-attr]
+        _until(lambda: coordinator.turn(0.01) or coordinator._takeover is None)
+        with connect(f"unix:{folder}/c", 5.0) as link:
+            coordinator.turn(0.1)
+            frames = Frames()
+            shown = proof(SECRET, await_challenge(link, frames)["nonce"])
+            link.sendall(pack({"kind": "hello", "role": "agent", "host": "a", "proof": shown}))
+            coordinator.turn(1.0)
+            told = frames.feed(link.recv(1 << 16))
+        assert [(record["kind"], record["event"]) for record in told] == [("event", "took_over")]
+    finally:
+        coordinator.close()
+
+
 def test_a_number_of_groups_that_is_wished_for_is_a_decision_before_anybody_hears_of_it(folder: Path) -> None:
     """So that who wished for it needn't say it again to a later coordinator, when something else may be wished for."""
     serving = Serving(f"unix:{folder}/c", log=DecisionLog(folder / "log", anew=True))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hmac
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,7 @@ RENEW_S = 1.0
 """How long after a sum failed a loss that explains it is waited for."""
 HOLD_S = 0.2
 """How long a step whose lost group had voted may still become true by the others' votes."""
+_MOST_UNHEARD = 10_000
 
 
 class Coordinator(Switchboard):
@@ -79,6 +81,7 @@ class Coordinator(Switchboard):
         self._members: tuple[int, ...] = ()  # of the epoch, as it was formed
         self._leavers: set[int] = set()
         self._scaled = False
+        self._unheard: deque[dict[str, Any]] = deque(maxlen=_MOST_UNHEARD)  # while there is no agent
         self._silent_at = 0.0
         self._silent: set[int] = set()  # groups that were given up since, on hosts that fell silent
         self.finished = False
@@ -177,6 +180,8 @@ class Coordinator(Switchboard):
         self._enrol(peer, str(record["role"]))
         if peer.role == "agent":
             peer.host = str(record["host"])
+            while self._unheard:
+                self._send(peer, self._unheard.popleft())
         elif peer.role == "standby":
             self._had_standby = True
             self._decide_soon(0.0)
@@ -370,5 +375,9 @@ class Coordinator(Switchboard):
         return {**record, "joins": joins}
 
     def _tell_agents(self, event: str, **fields: Any) -> None:
-        for peer in self._with_role("agent"):
-            self._send(peer, {"kind": "event", "event": event, "fields": {"t": time.time(), **fields}})
+        record = {"kind": "event", "event": event, "fields": {"t": time.time(), **fields}}
+        agents = self._with_role("agent")
+        for peer in agents:
+            self._send(peer, record)
+        if not agents:
+            self._unheard.append(record)

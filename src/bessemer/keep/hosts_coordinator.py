@@ -90,7 +90,7 @@ class HostsCoordinator(Coordinator):
         m, decides = self.membership, self._takeover is None and not self._parked
         while self._untold and decides:
             event, fields = self._untold.pop(0)
-            super()._tell_agents(event, **fields)
+            self._tell_agents(event, **fields)
         if decides and m.begun and not m.active and not self.finished:
             self.desk.tell_all({"kind": "give_up", "why": "no group is left that holds the state"})
         self._check_stranded(time.monotonic())
@@ -122,7 +122,9 @@ class HostsCoordinator(Coordinator):
         if peer.role == "standby":
             self._tell_agents("standby")
         elif peer.role == "agent":
-            self.desk.come(peer, record, begun=self._known_epoch > 0, term=self.membership.term)
+            m = self.membership
+            members = (m.active, m.joining) if self._takeover is None and m.begun else None
+            self.desk.come(peer, record, begun=self._known_epoch > 0, term=m.term, members=members)
 
     def _hello_of_rank(self, peer: Peer, record: dict[str, Any]) -> None:
         super()._hello_of_rank(peer, record)
@@ -147,7 +149,8 @@ class HostsCoordinator(Coordinator):
             self._untold.append((event, fields))
             return
         self.desk.note(event, fields)
-        super()._tell_agents(event, **fields)
+        if self._with_role("agent"):  # one that comes later is told who the members are
+            super()._tell_agents(event, **fields)
 
     # ---- going on without some
 
