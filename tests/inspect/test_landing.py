@@ -89,6 +89,14 @@ def diverged(b: RemainsBuilder) -> None:
     ended(b, 3, "non-finite", NAN.partition(": ")[2])
 
 
+def blew_up_and_collapsed(b: RemainsBuilder) -> None:
+    """Within a few steps; in the last ones there is no gradient left."""
+    b.steps([1.0, 250.0, 1180.0, 9985.0, 0.0, 0.0])
+    for rank in range(4):
+        b.log(f"rank-{rank}", traceback(NAN))
+    ended(b, 3, "non-finite", NAN.partition(": ")[2])
+
+
 def broke_at_once(b: RemainsBuilder) -> None:
     b.steps([1.0] * 13)
     for rank in range(4):
@@ -171,6 +179,7 @@ CORPUS: list[tuple[Build, int | None, str, float, float, str]] = [
     (aborted_victims, 3, "unknown", SURE, 1.0, "SIGKILL"),
     (bad_import, 1, "code", 0.7, 1.0, "tokenizers"),
     (diverged, None, "code", SURE, 1.0, "blocks.1.mlp"),
+    (blew_up_and_collapsed, None, "code", SURE, 1.0, "blocks.1.mlp"),
     (broke_at_once, 3, "data", 0.0, 0.49, "samples 8 to 15"),
     (bad_shard, 1, "data", 0.7, 1.0, "shard-3"),
     (wrong_request, None, "operator", 0.7, 1.0, "ranks 0, 1, 2, 3 failed in the same way"),

@@ -240,8 +240,11 @@ def _non_finite(message: str, norms: Sequence[float]) -> Cause:
 
 
 def _rising(norms: Sequence[float]) -> bool:
-    """Whether the gradient grew before: the mean of the last 3 steps is 5 times the median of those before."""
+    """Whether the gradient grew before: thirtyfold within two steps in a row, or the mean of the last 3 steps is 5
+    times the median of those before."""
     known = [n for n in norms if n is not None]
+    if any(a < b < c and c > 30 * a for a, b, c in zip(known, known[1:], known[2:], strict=False)):
+        return True
     if len(known) < 8:
         return False
     before = sorted(known[:-3])[len(known[:-3]) // 2]
