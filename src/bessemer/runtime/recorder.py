@@ -159,47 +159,46 @@ class Lane:
 
 
 class Channel:
-    """The operations of one group."""
+    """The operations of one group. Its three functions are called for each of them, and so look up nothing but their
+    own variables.
 
-    __slots__ = ("_group", "_map", "_num_operations", "_order", "_orders", "_recorder", "_start")
+    enqueued(operation, dtype, taken, given, peer, waits): record that the host hands an operation over; returns its
+    number, for what follows. operation: index in `ring.OPERATIONS`; dtype: as `Recorder.dtype` gave it; taken, given:
+    elements of its input and output; peer: global rank of a message's other end, or `ring.NONE`; waits: whether the
+    host waits for it from the start.
+
+    waiting(number), finished(number): record that the host starts to wait for that operation, or has waited.
+    """
+
+    __slots__ = ("enqueued", "finished", "waiting")
 
     def __init__(self, recorder: Recorder, group: int) -> None:
-        self._recorder, self._group = recorder, group
-        self._map, self._start = recorder._map, recorder._operations_at
-        self._num_operations = recorder._num_operations
-        self._order = 0
-        self._orders: dict[tuple[int, int], int] = {}  # of messages, by direction and peer
-
-    def enqueued(self, operation: int, dtype: int, taken: int, given: int, peer: int, waits: bool) -> int:
-        """Record that the host hands an operation over; returns its number, for what follows.
-
-        operation: index in `ring.OPERATIONS`; taken, given: elements of its input and output; peer: global rank of a
-        message's other end, or `ring.NONE`; waits: whether the host waits for it from the start.
-        """
-        if peer < 0:
-            order = self._order = self._order + 1
-        else:
-            order = self._orders[operation, peer] = self._orders.get((operation, peer), 0) + 1
-        recorder = self._recorder
-        number = recorder._latest = recorder._claim_operation()
-        body = _pack_operation(
-            number, _clock(), order, taken, given, peer, self._group, operation, dtype, waits
+        claim, slots, start, mapped = (
+            recorder._claim_operation, recorder._num_operations, recorder._operations_at, recorder._map
         )  # fmt: skip
-        at = self._start + number % self._num_operations * OPERATION_BYTES
-        _seal_operation(self._map, at, body, _crc32(body))
-        return number
+        order = 0
+        orders: dict[tuple[int, int], int] = {}  # of messages, by direction and peer
 
-    def waiting(self, number: int) -> None:
-        """Record that the host starts to wait for operation `number`."""
-        if self._recorder._latest - number < self._num_operations:  # else the slot is a later operation's by now
-            at = self._start + number % self._num_operations * OPERATION_BYTES
-            _store_ending(self._map, at + WAIT_AT, _clock(), number)
+        def enqueued(operation: int, dtype: int, taken: int, given: int, peer: int, waits: bool) -> int:
+            nonlocal order
+            if peer < 0:
+                place = order = order + 1
+            else:
+                place = orders[operation, peer] = orders.get((operation, peer), 0) + 1
+            number = recorder._latest = claim()
+            body = _pack_operation(number, _clock(), place, taken, given, peer, group, operation, dtype, waits)
+            _seal_operation(mapped, start + number % slots * OPERATION_BYTES, body, _crc32(body))
+            return number
 
-    def finished(self, number: int) -> None:
-        """Record that the host has waited for operation `number`."""
-        if self._recorder._latest - number < self._num_operations:
-            at = self._start + number % self._num_operations * OPERATION_BYTES
-            _store_ending(self._map, at + FINISH_AT, _clock(), number)
+        def waiting(number: int) -> None:
+            if recorder._latest - number < slots:  # else the slot is a later operation's by now
+                _store_ending(mapped, start + number % slots * OPERATION_BYTES + WAIT_AT, _clock(), number)
+
+        def finished(number: int) -> None:
+            if recorder._latest - number < slots:
+                _store_ending(mapped, start + number % slots * OPERATION_BYTES + FINISH_AT, _clock(), number)
+
+        self.enqueued, self.waiting, self.finished = enqueued, waiting, finished
 
 
 def _mapped(path: Path, content: bytes) -> mmap.mmap:
