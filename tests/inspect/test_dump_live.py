@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from bessemer.inspect.landing import read_landing
 from bessemer.inspect.merged_trace import merge_traces
 from bessemer.inspect.replay import replay
 from bessemer.keep.records import read_records
+from bessemer.runtime.blackbox import read_blackbox
 from bessemer.runtime.dump_folder import read_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 GUILTY = 1
 SABOTAGED = f"""
-import sys
+import sys, time
 from bessemer.train import passes, worker
 
 whole = passes.Passes._straight
@@ -39,6 +41,10 @@ def straight(self, mine, batch):
     return whole(self, mine, batch)
 
 passes.Passes._straight = straight
+if len(sys.argv) > 2:  # a disk that hangs
+    from bessemer.train import dumps
+
+    dumps.publish = lambda *args: time.sleep(600)
 sys.exit(worker.main())
 """
 AGENT = """
@@ -46,12 +52,12 @@ import sys
 from bessemer.core.job_file import load_job
 from bessemer.keep.agent import Options, run
 
-sys.exit(run(load_job("job.toml"), Options(command=(sys.executable, "rank.py", sys.argv[1]))))
+sys.exit(run(load_job("job.toml"), Options(command=(sys.executable, "rank.py", *sys.argv[1:]))))
 """
 
 
-def failed_run(folder: Path, how: str, **inspect: Any) -> Path:
-    """A run of two ranks of which one has a fault in step 3; its folder."""
+def agent_of_failing_run(folder: Path, *how: str, **inspect: Any) -> subprocess.Popen[str]:
+    """The agent of a run of two ranks of which one has a fault in step 3."""
     keep = {"every": 0, "restarts": 0}
     train = {"steps": 5, "eval_every": 0}
     job = small_job(folder, layout={"dp": 2}, keep=keep, train=train, inspect={"flight": "off", **inspect})
@@ -59,9 +65,16 @@ def failed_run(folder: Path, how: str, **inspect: Any) -> Path:
     (folder / "job.toml").write_text(dump_job(job))
     (folder / "rank.py").write_text(SABOTAGED)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", AGENT, how]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
+    command = [sys.executable, "-c", AGENT, *how]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def failed_run(folder: Path, how: str, **inspect: Any) -> Path:
+    """Its folder, after its end."""
+    with agent_of_failing_run(folder, how, **inspect) as agent:
+        said, _ = agent.communicate()
+    assert agent.returncode == 1, said
     return folder / "runs" / "small"
 
 
@@ -102,6 +115,24 @@ def test_an_exception_in_a_step_is_kept_and_told(tmp_path: Path) -> None:
     found = replay(note.path)
     assert "IndexError: index out of range" in str(found) and " of embed" not in str(found)
     assert (found.verdict.kind, found.verdict.confidence) == ("data", 0.7), "with token 0 nothing is raised"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raise", "IndexError: index out of range"), ("spoil", "made by aten.div.Tensor")]
+)
+def test_the_fault_is_in_the_log_before_a_dump_that_never_ends(tmp_path: Path, how: str, said: str) -> None:
+    run = tmp_path / "runs" / "small"
+    with agent_of_failing_run(tmp_path, how, "hanging disk") as agent:
+        try:
+            box, deadline = run / "blackbox" / f"rank-{GUILTY}", time.monotonic() + 400
+            while not (box.exists() and [p.phase for p in read_blackbox(box).open_phases()][-1:] == ["dump_s"]):
+                assert agent.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            log = (run / "logs" / f"rank-{GUILTY}.log").read_text()
+        finally:
+            agent.kill()  # the kernel ends the ranks with it
+    assert "step 3" in log and said in log, log
+    assert not (run / "dumps").exists()
 
 
 def test_a_run_without_dumps_leaves_none(tmp_path: Path) -> None:

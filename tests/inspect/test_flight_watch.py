@@ -17,8 +17,9 @@ import pytest
 from remains_builder import RemainsBuilder, enqueue
 
 from bessemer.core.job import Job
+from bessemer.inspect.flight import Flight
 from bessemer.inspect.flight_meter import RankMeter, RankStep
-from bessemer.inspect.flight_records import Finding
+from bessemer.inspect.flight_records import Finding, Placement, Standstill
 from bessemer.inspect.flight_standstill import across_groups, is_stopped, python_stack
 from bessemer.inspect.flight_watch import FlightWatch, Lines, _row
 from bessemer.inspect.landing import read_landing
@@ -187,6 +188,20 @@ def test_the_sum_across_groups_is_where_a_group_is_missed(tmp_path: Path) -> Non
     assert set(hang.waiting) == {0, 1, 4, 5, 8}
     for recorder in recorders:
         recorder.close()
+
+
+def test_a_rank_that_is_stopped_within_an_operation_is_waited_for(tmp_path: Path) -> None:
+    """All have come to it, so that no black box says for whom the others wait."""
+    for rank in range(3):
+        recorder = Recorder(tmp_path / f"rank-{rank}", rank=rank, world=3, job_hash="x")
+        enqueue(recorder.channel("replica", (0, 1, 2), "gloo", blocks=True), finish=False)
+        recorder.close()
+    boxes = read_blackboxes(tmp_path)
+    flight = Flight(Placement.of_sizes(replicas=3, pp=1, inner=1))
+    assert flight.take(Standstill(1.0, 2.0, 8.0, 1.2, boxes, {1: 1.1})) == []
+    (finding,) = flight.take(Standstill(1.0, 2.0, 8.0, 1.2, boxes, {1: 1.3}))
+    assert (finding.kind, finding.ranks) == ("stopped", (1,))
+    assert finding.text == "rank 1 is stopped (state T); others wait in an operation to which it had come"
 
 
 SLEEPER = """

@@ -210,12 +210,12 @@ class Flight:
 
     def _standstill(self, record: Standstill) -> list[Finding]:
         """A process that is stopped is named once others wait for it, or after twice the lease; else who others wait
-        for."""
+        for. In an operation to which all have come, they wait for any of them."""
         hangs = record.quiet_s > record.longest_s
         if not hangs and max(record.stopped.values(), default=0.0) <= record.lease_s:
             return []
         hang = find_hang(record.boxes)
-        waited_for = () if hang is None else hang.ranks
+        waited_for = () if hang is None else hang.ranks if hang.kind == "absent" else hang.waiting
         lease_s = {r: record.lease_s * (1 if r in waited_for else 2) for r in record.stopped}
         stopped = tuple(r for r, since_s in sorted(record.stopped.items()) if since_s > lease_s[r])
         if not stopped and not hangs:
@@ -229,7 +229,11 @@ class Flight:
 
     def _stopped(self, record: Standstill, stopped: tuple[int, ...], hang: Hang | None) -> list[Finding]:
         boxes = {box.rank: box for box in record.boxes}
-        at = f"; others wait for it at {hang.at}" if hang is not None and set(hang.ranks) & set(stopped) else ""
+        at = ""
+        if hang is not None and set(hang.ranks) & set(stopped):
+            at = f"; others wait for it at {hang.at}"
+        elif hang is not None and hang.kind == "stuck" and set(hang.waiting) & set(stopped):
+            at = "; others wait in an operation to which it had come"
         text = f"{_ranks_text(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped (state T){at}"
         longest_s = max(record.stopped[r] for r in stopped)
         doing = [doing_text(boxes.get(r), r) for r in stopped[:NAMED]]
