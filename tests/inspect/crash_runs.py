@@ -31,6 +31,7 @@ SURE = 0.5
 SABOTAGE = Path(__file__).with_name("crash_sabotage.py")
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 GROUP_BYTES = 64 << 20
+NOWHERE = "nowhere"
 Loss = tuple[int, str]
 
 
@@ -216,9 +217,12 @@ class CrashRun:
 
 @contextmanager
 def crashed(folder: Path, scenario: Scenario) -> Iterator[tuple[CrashRun, Landing | None]]:
-    """The run after it has been played, and its landing report."""
+    """The run after it has been played, and its landing report. AssertionError where it wasn't played as planned: on a
+    machine that has too much to do, a run may end before anything was done to it."""
     with CrashRun(folder, scenario) as run:
         scenario.play(run)
+        planned = scenario.plan.get("at", NOWHERE) != NOWHERE
+        assert run.marker.exists() or not planned, f"{scenario.name}: nothing was done to it\n{run.told()}"
         yield run, run.land()
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from crash_runs import PATIENCE_S, CrashRun, Scenario, Truth
+from crash_runs import NOWHERE, PATIENCE_S, CrashRun, Scenario, Truth
 
 __all__ = ["SCENARIOS", "by_name"]
 
@@ -32,7 +32,7 @@ def plan(do: str, at: str = "forward", ranks: tuple[int, ...] = (1,), **more: An
     return {"do": do, "at": at, "ranks": list(ranks), "step": STEP, "pace_s": PACE_S, **more}
 
 
-SLOW = plan("nothing", "nowhere")
+SLOW = plan("nothing", NOWHERE)
 """Nothing but steps between which somebody can act."""
 
 
@@ -273,7 +273,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     _restart("token-beyond", _guilty("data"), plan("nothing", "tokens")),
     _zero("token-beyond", _lost((1, "data")), plan("nothing", "tokens")),
     _restart("shard-damaged", Truth("data"), {}, play=shard_damaged),
-    _restart("shard-truncated", Truth("data", (None, 0, 1)), plan("nothing", "nowhere"), play=shard_truncated,
+    _restart("shard-truncated", Truth("data", (None, 0, 1)), plan("nothing", NOWHERE), play=shard_truncated,
              sections={"train": {"steps": 400, "eval_every": 0}}),
     _restart("data-stalls", _guilty("data"), plan("load-slowly", "data"), play=hangs),
     _zero("data-stalls", _lost((1, "data")), plan("load-slowly", "data")),

@@ -247,3 +247,14 @@ def test_the_one_that_calls_another_size_than_most_is_named(remains: RemainsBuil
     remains.now = time.time() + 300
     verdict = land(remains, running=True).verdict
     assert (verdict.rank, verdict.kind) == (1, "code") and verdict.confidence > SURE
+
+
+def test_the_one_that_waits_elsewhere_than_most_is_named(remains: RemainsBuilder) -> None:
+    """Rank 1 has left out a sum, and is at the next one, of another group."""
+    for rank in range(3):
+        recorder = remains.box(rank)
+        channels = {name: recorder.channel(name, (0, 1, 2), "gloo", blocks=True) for name in ("world", "replica")}
+        enqueue(channels["replica" if rank == 1 else "world"], finish=False)
+    remains.now = time.time() + 300
+    verdict = land(remains, running=True).verdict
+    assert (verdict.rank, verdict.kind) == (1, "code") and verdict.confidence > SURE

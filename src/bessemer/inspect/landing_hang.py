@@ -26,10 +26,10 @@ _Way = tuple[str, int] | None
 
 @dataclass(frozen=True)
 class Hang:
-    """kind: "absent" (`ranks` didn't arrive), "order" (ranks wait for each other in different operations), "differs"
-    (the same operation with different kinds or sizes; `ranks` do otherwise than most) or "stuck" (all arrived).
-    since_t: unix seconds since when the first of the waiting ranks has waited. at: the operation at which the first of
-    absent `ranks` was waited for first, in words."""
+    """kind: "absent" (`ranks` didn't arrive), "order" (ranks wait for each other in different operations; `ranks` wait
+    elsewhere than most), "differs" (the same operation, of different kinds or sizes; `ranks` do otherwise than most) or
+    "stuck" (all arrived). since_t: unix seconds since when the first of the waiting ranks has waited. at: the operation
+    at which the first of absent `ranks` was waited for first, in words."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -67,7 +67,7 @@ def find_hang(boxes: Sequence[Blackbox]) -> Hang | None:
         return Hang("absent", tuple(absent), tuple(sorted(waits)), since_t, (*doing, *lines), at)
     lines = [_waiting_text(by_rank[r], op, missing[r]) for r, op in sorted(waits.items())]
     if any(missing.values()):
-        return Hang("order", tuple(sorted(waits)), tuple(sorted(waits)), since_t, tuple(lines[:8]))
+        return Hang("order", _elsewhere(waits), tuple(sorted(waits)), since_t, tuple(lines[:8]))
     late = _late(waits, by_rank)
     if late is not None:
         rank, late_s = late
@@ -162,6 +162,17 @@ def _odd(waits: dict[int, Operation], boxes: Sequence[Blackbox]) -> tuple[int, .
             known = sum(map(len, kinds.values()))
             return tuple(r for of in kinds.values() if of is not most for r in of) if 2 * len(most) > known else ()
     return None
+
+
+def _elsewhere(waits: dict[int, Operation]) -> tuple[int, ...]:
+    """Those that belong to the operation at which most wait, and wait at another; none without a strict majority."""
+    at: dict[_Place, list[int]] = {}
+    for rank, operation in sorted(waits.items()):
+        if operation.peer is None:
+            at.setdefault(_place(operation), []).append(rank)
+    place, most = max(at.items(), key=lambda item: len(item[1]), default=(("", (), 0), []))
+    of_group = [r for r in sorted(waits) if r in place[1]]
+    return tuple(r for r in of_group if r not in most) if 2 * len(most) > len(of_group) else ()
 
 
 def _place(operation: Operation) -> _Place:

@@ -192,7 +192,7 @@ def _hung(remains: Remains, of: Try, seen: tuple[Hang | None, Told | None], unti
     }[hang.kind]
     if hang.kind == "stuck" and len({box.host for box in remains.boxes_of(of)}) < 2:
         kind, confidence = "unknown", 0.3
-    odd = hang.ranks[0] if hang.kind == "differs" and len(hang.ranks) == 1 else None
+    odd = hang.ranks[0] if len(hang.ranks) == 1 else None
     confidence = confidence if long else min(confidence, 0.4)
     host = remains.host(odd, of)
     return Verdict(rank=odd, host=host, kind=kind, confidence=confidence, evidence=evidence, next=what)
