@@ -8,6 +8,7 @@ import resource
 import pytest
 
 from bessemer.core.errors import CheckpointError
+from bessemer.keep import memory
 from bessemer.keep.checkpoint import CheckpointFolder
 from bessemer.keep.memory import COMMITTED, GENERATIONS, WRITING, Geometry, Memory, pack_layout, place
 from bessemer.keep.retention import Retention
@@ -37,6 +38,28 @@ def test_a_generation_is_committed_only_after_its_copy():
         blocks.clear()
     with pytest.raises(PermissionError):
         os.ftruncate(created.descriptor, 0)
+    created.close()
+
+
+@pytest.mark.parametrize("grants", ["always within_size [advise] never deny force", "advise [never]", None])
+@pytest.mark.parametrize("populate", [memory._POPULATE_WRITE, 9999], ids=["new kernel", "old kernel"])
+def test_memory_is_allocated_whole_however_its_pages_are_granted(tmp_path, monkeypatch, grants, populate):
+    setting, asked = tmp_path / "shmem_enabled", []
+    if grants is not None:
+        setting.write_text(grants + "\n")
+    real = memory._populate
+    monkeypatch.setattr(memory, "HUGE_PAGES", setting)
+    monkeypatch.setattr(memory, "_POPULATE_WRITE", populate)
+    monkeypatch.setattr(memory, "_populate", lambda mapping: (asked.append(len(mapping)), real(mapping)))
+    geometry = Geometry(4096, 4096, 3 << 20)
+    created = Memory.create(geometry)
+    assert bool(asked) == ("[advise]" in (grants or ""))
+    assert os.fstat(created.descriptor).st_size == geometry.total_bytes
+    assert os.fstat(created.descriptor).st_blocks * 512 >= geometry.total_bytes
+    attached = Memory.attach(created.descriptor, geometry)
+    attached.begin(1, 3, b"[]")
+    attached.commit(1, b"{}")
+    assert created.read(1) == (3, {}, [])
     created.close()
 
 
@@ -86,22 +109,22 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_unsave_the_new_one(tm
 
 def test_a_generation_that_is_not_what_it_is_said_to_be_is_not_written(tmp_path):
     steps, told = _steps(tmp_path)
-    memory = Memory.create(Geometry(4096, 4096, 4096))
-    copy = MemoryCopy(memory, None)
+    held = Memory.create(Geometry(4096, 4096, 4096))
+    copy = MemoryCopy(held, None)
     with pytest.raises(CheckpointError, match="not committed"):
         steps.hand_in(Seat(0, 1, 1), copy, 1, 0)
-    memory.begin(0, 1, b"[]")
-    memory.commit(0, b"{}")
+    held.begin(0, 1, b"[]")
+    held.commit(0, b"{}")
     for step, generation in ((2, 0), (1, 1), (1, 2), (1, -1)):
         with pytest.raises((ValueError, CheckpointError)):
             steps.hand_in(Seat(0, 1, 1), copy, step, generation)
-    memory.begin(1, 3, b'[{"name":"x","global_shape":[4],"dtype":"F32","global_offset":[0],"shape":[4],"offset":4090}]')
-    memory.commit(1, b"{}")
+    held.begin(1, 3, b'[{"name":"x","global_shape":[4],"dtype":"F32","global_offset":[0],"shape":[4],"offset":4090}]')
+    held.commit(1, b"{}")
     with pytest.raises(CheckpointError, match="outside the memory"):
         steps.hand_in(Seat(0, 1, 1), copy, 3, 1)
     assert not copy.busy and not steps.busy and told == []
     steps.close()
-    memory.close()
+    held.close()
 
 
 def test_a_limit_of_file_sizes_is_named_as_the_cause():

