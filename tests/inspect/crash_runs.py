@@ -27,6 +27,8 @@ from bessemer.inspect.chaos_target import child_running
 from bessemer.inspect.landing import Landing, read_landing
 
 PATIENCE_S = 400.0
+APART_S = 1.5
+"""Two signals that come within a second are taken for one."""
 SURE = 0.5
 SABOTAGE = Path(__file__).with_name("crash_sabotage.py")
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
@@ -192,7 +194,8 @@ class CrashRun:
         for left in reversed(range(times)):
             agent.send_signal(number)
             while left and agent.poll() is None and not self.events("stop_requested"):
-                time.sleep(0.02)  # two that come together are one
+                time.sleep(0.02)
+            time.sleep(APART_S if left else 0.0)
         return self.end_of(agent)
 
     def signal_tree(self, agent: subprocess.Popen[bytes], number: int) -> None:

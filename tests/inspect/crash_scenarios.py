@@ -293,7 +293,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     _zero("stopped", _lost((1, "operator")), plan("SIGSTOP")),
     _restart("interrupted", NO_FAULT, SLOW, play=interrupted),
     _zero("interrupted", NO_FAULT, SLOW, play=interrupted),
-    _restart("interrupted-twice", Truth("operator"), SLOW | {"pace_s": 1.5},
+    _restart("interrupted-twice", Truth("operator"), SLOW | {"pace_s": 4.0},
              play=lambda run: interrupted(run, times=2)),
     _restart("agent-terminated", NO_FAULT, SLOW, play=lambda run: interrupted(run, number=signal.SIGTERM)),
     _restart("agent-killed", Truth("unknown"), SLOW, play=agent_killed),
@@ -307,7 +307,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     _restart("checkpoint-damaged", Truth("hardware", OF_ALL), SLOW, play=checkpoint_damaged, sections=SAVING),
     _zero("port-in-use", Truth("operator"), {}, play=port_in_use),
     _zero("host-killed", _lost((1, "unknown")), SLOW, play=host_lost(signal.SIGKILL)),
-    _zero("host-silent", _lost((1, "unknown")), SLOW, play=host_lost(signal.SIGSTOP)),
+    _zero("host-silent", _lost((1, "operator")), SLOW, play=host_lost(signal.SIGSTOP)),
     _restart("finishes", NO_FAULT, {}),
 )  # fmt: skip
 

@@ -226,9 +226,9 @@ def test_a_coordinator_that_found_its_port_taken(tmp_path: Path) -> None:
 def test_a_host_whose_agent_left_no_word(remains: RemainsBuilder) -> None:
     for rank in range(4):
         remains.event("rank_started", rank=rank, group=rank, pid=rank + 10)
+    remains.event("epoch", epoch=2, step=5, active=[0, 2], term=1, t=remains.now + 1)
     for rank in (1, 3):
         remains.event("group_lost", group=rank, state="active", step=5, why="host node-b is silent for 1.5 s")
-    remains.event("epoch", epoch=2, step=5, active=[0, 2], term=1)
     remains.event("finished", step=40)
     remains.event("group_lost", group=0, state="active", step=40, why="its connection ended")
     assert [(each.verdict.rank, each.verdict.kind) for each in land(remains).losses] == [(1, "unknown"), (3, "unknown")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bessemer.inspect.landing_causes import Cause
-from bessemer.inspect.landing_findings import corruptions, of_rank
+from bessemer.inspect.landing_findings import cause_of_stack, corruptions, of_rank, standstill_of
 from bessemer.inspect.landing_remains import Event, Remains, Try
 from bessemer.inspect.landing_suspects import find_suspects
 from bessemer.inspect.landing_verdict import Verdict, final_losses, judge, told
@@ -65,15 +65,25 @@ def _loss(remains: Remains, of: Try, event: Event) -> list[Loss]:
 
 def _unsaid(of: Try) -> list[Event]:
     """Groups of which only the coordinator has told that they are lost, so that their agent went with them, and that
-    the others went on without."""
+    the others went on without. Lines of several hosts need not stand in the order of time."""
     said = {e.fields.get("group") for e in of.named("rank_lost")}
-    since = max((e.number for e in of.named("epoch")), default=0)
-    return [e for e in of.named("group_lost") if e.number < since and e.fields.get("group") not in said]
+    epochs = of.named("epoch")
+
+    def outlived(lost: Event) -> bool:
+        return any(e.t >= lost.t and lost.fields["group"] not in (e.fields.get("active") or ()) for e in epochs)
+
+    return [e for e in of.named("group_lost") if e.fields.get("group") not in said and outlived(e)]
 
 
 def _group(remains: Remains, of: Try, event: Event) -> list[Loss]:
     ranks = [int(e.fields["rank"]) for e in of.named("rank_started") if e.fields.get("group") == event.fields["group"]]
-    return [_verdict(remains, of, event, rank, HOST_GONE) for rank in ranks[:1]]
+    if not ranks:
+        return []
+    still = standstill_of(of, ranks[0], event.t)
+    loss = _verdict(remains, of, event, ranks[0], HOST_GONE if still is None else cause_of_stack(still))
+    if still is None:
+        return [loss]
+    return [replace(loss, verdict=replace(loss.verdict, evidence=(event.text, still.text)))]
 
 
 def _verdict(remains: Remains, of: Try, event: Event, rank: int, cause: Cause) -> Loss:
