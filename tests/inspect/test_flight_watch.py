@@ -29,6 +29,7 @@ from bessemer.keep.progress import event_line
 from bessemer.runtime.blackbox import read_blackboxes
 from bessemer.runtime.phases import Phases
 from bessemer.runtime.recorder import Recorder
+from bessemer.runtime.ring import OPERATIONS
 
 
 class Run:
@@ -201,7 +202,23 @@ def test_a_rank_that_is_stopped_within_an_operation_is_waited_for(tmp_path: Path
     assert flight.take(Standstill(1.0, 2.0, 8.0, 1.2, boxes, {1: 1.1})) == []
     (finding,) = flight.take(Standstill(1.0, 2.0, 8.0, 1.2, boxes, {1: 1.3}))
     assert (finding.kind, finding.ranks) == ("stopped", (1,))
-    assert finding.text == "rank 1 is stopped (state T); others wait in an operation to which it had come"
+    assert finding.text == "rank 1 is stopped (state T); others wait in operations to which all have come"
+
+
+def test_a_rank_that_is_stopped_before_its_message_has_left_is_waited_for(tmp_path: Path) -> None:
+    """It has handed it over, and computes; the receiver waits."""
+    for rank, operation in enumerate(("send", "recv")):
+        recorder = Recorder(tmp_path / f"rank-{rank}", rank=rank, world=2, job_hash="x")
+        channel = recorder.channel("pipeline", (0, 1), "gloo", blocks=True)
+        number = channel.enqueued(OPERATIONS.index(operation), recorder.dtype("float32", 4), 8, 8, 1 - rank, False)
+        if operation == "recv":
+            channel.waiting(number)
+        recorder.close()
+    flight = Flight(Placement.of_sizes(replicas=1, pp=2, inner=1))
+    (finding,) = flight.take(Standstill(1.0, 2.0, 8.0, 1.2, read_blackboxes(tmp_path), {0: 1.3}))
+    assert (finding.kind, finding.ranks) == ("stopped", (0,)) and "all have come" in finding.text
+    both = Standstill(1.0, 2.0, 8.0, 1.2, read_blackboxes(tmp_path), {0: 1.3, 1: 1.3})
+    assert flight.take(both) == [], "nobody waits"
 
 
 SLEEPER = """

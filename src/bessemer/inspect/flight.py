@@ -10,7 +10,7 @@ A finding is told once, and again after it hasn't been seen for 200 steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from bessemer.inspect.flight_detectors import (
     ExpertLoad,
@@ -210,12 +210,15 @@ class Flight:
 
     def _standstill(self, record: Standstill) -> list[Finding]:
         """A process that is stopped is named once others wait for it, or after twice the lease; else who others wait
-        for. In an operation to which all have come, they wait for any of them."""
+        for. Where all have come to their operations and nothing moves, they wait for whoever is stopped: a process
+        that is has often handed over what it doesn't send."""
         hangs = record.quiet_s > record.longest_s
         if not hangs and max(record.stopped.values(), default=0.0) <= record.lease_s:
             return []
         hang = find_hang(record.boxes)
-        waited_for = () if hang is None else hang.ranks if hang.kind == "absent" else hang.waiting
+        waited_for: Collection[int] = () if hang is None else hang.ranks
+        if hang is not None and hang.kind != "absent" and set(hang.waiting) - record.stopped.keys():
+            waited_for = record.stopped.keys()
         lease_s = {r: record.lease_s * (1 if r in waited_for else 2) for r in record.stopped}
         stopped = tuple(r for r, since_s in sorted(record.stopped.items()) if since_s > lease_s[r])
         if not stopped and not hangs:
@@ -232,8 +235,8 @@ class Flight:
         at = ""
         if hang is not None and set(hang.ranks) & set(stopped):
             at = f"; others wait for it at {hang.at}"
-        elif hang is not None and hang.kind == "stuck" and set(hang.waiting) & set(stopped):
-            at = "; others wait in an operation to which it had come"
+        elif hang is not None and hang.kind == "stuck" and set(hang.waiting) - set(stopped):
+            at = "; others wait in operations to which all have come"
         text = f"{_ranks_text(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped (state T){at}"
         longest_s = max(record.stopped[r] for r in stopped)
         doing = [doing_text(boxes.get(r), r) for r in stopped[:NAMED]]
