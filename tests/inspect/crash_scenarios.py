@@ -75,9 +75,8 @@ def killed(module: str) -> Any:
 
 
 def first_lost(run: CrashRun) -> None:
-    """One of the groups is killed; the spare that joins then fails as planned."""
+    """One of two groups is killed; the one that is started in its place and joins then fails as planned."""
     agent = run.start()
-    run.until_event("arrived", group=2)
     run.until_step(4)
     os.kill(run.events("rank_started")[1]["pid"], signal.SIGKILL)
     run.end_of(agent)
@@ -197,12 +196,12 @@ def _restart(name: str, truth: Truth, does: dict[str, Any], **more: Any) -> Scen
     return Scenario(name, truth, does, **more)
 
 
-def _zero(name: str, truth: Truth, does: dict[str, Any], *, dp: int = 2, spares: int = 0, **more: Any) -> Scenario:
+def _zero(name: str, truth: Truth, does: dict[str, Any], *, dp: int = 2, **more: Any) -> Scenario:
     """More than two groups share out twelve samples."""
     sections = dict(more.pop("sections", {}))
     batch = 12 if dp % 2 or dp > 2 else 8
     train = {"steps": 60, "global_batch": batch, "eval_every": 0} | sections.pop("train", {})
-    keep = ZERO | {"spares": spares} | sections.pop("keep", {})
+    keep = ZERO | sections.pop("keep", {})
     whole = {"layout": {"dp": dp}, "train": train, "keep": keep, **sections}
     return Scenario(f"{name}-zero", truth, does, sections=whole, **more)
 
@@ -233,7 +232,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     _zero("kill-sum", _lost((1, "unknown")), plan("SIGKILL", "sum")),
     _zero("kill-after-vote", _lost((1, "unknown")), plan("SIGKILL", "voted")),
     _zero("kill-after-commit", _lost((1, "unknown")), plan("SIGKILL", "committed")),
-    _zero("kill-joiner", _lost((1, "unknown"), (2, "unknown")), plan("SIGKILL", "joiner", (2,)), spares=1,
+    _zero("kill-joiner", _lost((1, "unknown"), (2, "unknown")), plan("SIGKILL", "joiner", (2,)),
           play=first_lost),
     _zero("kill-all-but-one", _lost((1, "unknown"), (2, "unknown")), plan("SIGKILL", ranks=(1, 2)), dp=3),
     _zero("kill-all", Truth("unknown", (None, 0, 1), also=((0, "unknown"), (1, "unknown"))),

@@ -234,6 +234,13 @@ def test_a_host_whose_agent_left_no_word(remains: RemainsBuilder) -> None:
     assert [(each.verdict.rank, each.verdict.kind) for each in land(remains).losses] == [(1, "unknown"), (3, "unknown")]
 
 
+def test_whoever_finds_the_disk_of_the_run_folder_full_is_not_to_blame(remains: RemainsBuilder) -> None:
+    text = f"{remains.folder}/checkpoints: 164,016 bytes are needed and 0 are free"
+    ended(remains, 1, "disk-full", text)
+    verdict = land(remains).verdict
+    assert (verdict.rank, verdict.kind) == (None, "operator") and text in verdict.evidence[0]
+
+
 def test_a_full_disk_may_be_why_no_end_is_recorded(remains: RemainsBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bessemer.inspect.landing_remains._free_bytes", lambda folder: 0)
     verdict = land(remains).verdict

@@ -112,7 +112,11 @@ _DATA_FAMILIES = ("corpus-", "megatron-", "tokenizer-")
 
 _BY_WORDS: tuple[tuple[str, Cause], ...] = (
     (r"out of ?memory|DefaultCPUAllocator|can't allocate memory|cannot allocate memory|\bMemoryError\b", OUT_OF_MEMORY),
-    (r"no space left on device|errno 28|errno 122|errno 27|file too large|quota exceeded", DISK_FULL),
+    (
+        r"no space left on device|errno 28|errno 122|errno 27|file too large|quota exceeded"
+        r"|bytes are needed and [\d,]+ are free",
+        DISK_FULL,
+    ),
     (r"errno 24\b|too many open files", TOO_MANY_FILES),
     (r"errno 98\b|address already in use", PORT_IN_USE),
     (r"errno 5\b|input/output error|stale file handle|errno 116", Cause("hardware", 0.7, BAD_DISK.next)),

@@ -81,8 +81,10 @@ def final_losses(of: Try) -> list[Event]:
 
 
 def told(remains: Remains, of: Try, suspect: Suspect) -> Verdict:
-    """What one suspect's cause comes to. A run that diverged is no rank's fault, wherever it showed first."""
-    rank = None if suspect.cause is DIVERGED else suspect.rank
+    """What one suspect's cause comes to. A run that diverged is no rank's fault, wherever it showed first, nor is the
+    full disk of the run folder, whoever found it so."""
+    full = suspect.cause is DISK_FULL and any(str(remains.folder.resolve()) in line for line in suspect.evidence)
+    rank = None if full or suspect.cause is DIVERGED else suspect.rank
     return Verdict(
         rank=rank,
         host=remains.host(rank, of),
