@@ -28,7 +28,7 @@ def prepare(printer):
 
 
 def events(folder: RunFolder) -> list[str]:
-    return [e["event"] for e in folder.events()]
+    return [e["event"] for e in folder.events() if e["event"] != "rank_started"]
 
 
 def checkpoint(folder: RunFolder, step: int) -> Path:
