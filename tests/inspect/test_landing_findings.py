@@ -3,6 +3,10 @@ real run left it."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -239,6 +243,31 @@ def test_whoever_finds_the_disk_of_the_run_folder_full_is_not_to_blame(remains: 
     ended(remains, 1, "disk-full", text)
     verdict = land(remains).verdict
     assert (verdict.rank, verdict.kind) == (None, "operator") and text in verdict.evidence[0]
+
+
+HOLDS = """
+import fcntl, os, subprocess, sys
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(lock, fcntl.LOCK_EX)
+child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,), stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_whose_agent_was_killed_does_not_go_on_while_its_vault_still_writes(remains: RemainsBuilder) -> None:
+    folder = remains.write()
+    command = [sys.executable, "-c", HOLDS, str(folder / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        vault = int(agent.stdout.readline())
+        try:
+            assert read_landing(folder, kernel=[]).verdict.kind == "no fault"
+            agent.kill()
+            agent.wait()
+            assert read_landing(folder, kernel=[]).verdict.kind == "unknown"
+        finally:
+            os.kill(vault, signal.SIGKILL)
 
 
 def test_a_full_disk_may_be_why_no_end_is_recorded(remains: RemainsBuilder, monkeypatch: pytest.MonkeyPatch) -> None:

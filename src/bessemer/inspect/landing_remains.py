@@ -224,10 +224,13 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process of this host holds the folder's lock; asked without taking it, which might refuse a start."""
+    """Whether the process of this host that locked the folder still lives; asked without taking the lock, which might
+    refuse a start. The vault inherits the lock, and ends some time after an agent that was killed."""
     try:
         inode = path.stat().st_ino
         held = Path("/proc/locks").read_text()
     except OSError:
         return False
-    return any(":" in f and f.rpartition(":")[2] == str(inode) for line in held.splitlines() for f in line.split()[5:6])
+    fields = [line.split() for line in held.splitlines()]
+    pids = [f[4] for f in fields if len(f) > 5 and ":" in f[5] and f[5].rpartition(":")[2] == str(inode)]
+    return any(int(pid) <= 0 or Path(f"/proc/{pid}").exists() for pid in pids)  # 0: of another pid namespace
