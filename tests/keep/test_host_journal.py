@@ -16,6 +16,7 @@ from fake_ranks import job_in
 from bessemer.keep.host_agent import HostAgent
 from bessemer.keep.host_journal import HostJournal
 from bessemer.keep.journal import Journal
+from bessemer.keep.kept_metrics import KeptMetrics
 from bessemer.keep.progress import Printer
 from bessemer.keep.run_folder import RunFolder
 
@@ -92,7 +93,7 @@ def test_an_agent_that_hears_of_another_writer_hands_on_what_waits(
         def __init__(self, journal: HostJournal) -> None:
             self.journal, self.said = journal, []
             self.coordinators: Any = SimpleNamespace(say=lambda record: bool(self.said.append(record) or True))
-            self._active, self._others_metrics = [], {}
+            self._active, self._kept = [], KeptMetrics()
             journal.send = self._send_record
 
     agent = Agent(host_journal(folder))

@@ -12,6 +12,7 @@ from fake_ranks import job_in
 
 from bessemer.core.errors import RequestError
 from bessemer.keep.claims import Claim, Claims
+from bessemer.keep.conclusion import Conclusion
 from bessemer.keep.desk import STANDBY_S, Desk
 from bessemer.keep.host_journal import HostJournal
 from bessemer.keep.hosts import hosts_of_launch
@@ -101,7 +102,7 @@ def test_a_coordinator_that_can_not_go_on_gives_up_in_the_end(tmp_path: Path, ho
         for at_s, told in ((0.0, 0), (STRANDED_S - 1, 0), (STRANDED_S + 1, 1)):
             coordinator._check_stranded(1000.0 + at_s)
             assert [r["kind"] for r in said] == ["give_up"] * told
-        coordinator.finished = True
+        coordinator._conclusion = Conclusion(1, [0], told=True)
         coordinator._check_stranded(3000.0)
         assert len(said) == 1
     finally:

@@ -151,5 +151,8 @@ def inject(fault: Fault, loop: Any) -> None:
             reduce(self, sums, maxima)
 
         elastic.Across.reduce = summing
+    if fault.point == "saving":
+        save = loop.saver.save
+        loop.saver.save = lambda step, *rest: strike() if step == fault.step else save(step, *rest)
     if fault.point in ("donor", "joiner", "reset"):
         _break_transfer(fault.point, strike)

@@ -153,6 +153,19 @@ def test_death_while_an_epoch_is_built(folder: Path, name: str) -> None:
     assert _longest_s(ended, after=1) < 10
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_death_of_the_group_that_saves_the_last_step(folder: Path, name: str) -> None:
+    """The last step is true, and the leading group dies as it saves it: the next one does, and all wait for that."""
+    with Fleet(folder, _job(name)) as fleet:
+        for group in range(3):
+            fleet.start(group, fault=Fault("saving", 10, place=fleet.block - 1) if group == 0 else None)
+        ended = fleet.wait()
+    assert _digests(ended, groups=2) == _undisturbed(name, 10)
+    saved = {seat: sorted(end["saves"]) for seat, end in ended.items() if end["saves"] and seat[0] != 0}
+    assert saved == {(1, 0, place): ["10"] for place in range(fleet.block)}
+    assert [e["group"] for e in fleet.events if e["event"] == "concludes"] == [1]
+
+
 def test_a_spare_catches_up_while_the_others_go_on(folder: Path) -> None:
     with Fleet(folder, _job(steps=30), pause_s=0.05) as fleet:
         for group in range(3):

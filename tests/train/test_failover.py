@@ -76,6 +76,19 @@ def test_a_coordinator_dies_between_a_commit_and_its_receipt(folder: Path, name:
     assert all([m["step"] for m in end["metrics"]] == list(range(1, 17)) for end in ended.values() if end["metrics"])
 
 
+@pytest.mark.parametrize("told", [0, 1, 6])
+def test_a_coordinator_dies_at_the_last_commit(folder: Path, told: int) -> None:
+    """Nobody, some or all have heard that the last step is true: all apply it, and the leading group saves it, once."""
+    fleet = Staffed(folder, _job("tp"), pause_s=0.05)
+    fleet.dies = ("step", 10, told)
+    with fleet:
+        for group in range(3):
+            fleet.start(group)
+        ended = fleet.wait()
+    assert _digests(ended, groups=3) == _undisturbed("tp", 10)
+    assert {seat for seat, end in ended.items() if end["saves"]} == {(0, 0, 0), (0, 0, 1)}
+
+
 @pytest.mark.parametrize("told", [1, 3])
 def test_a_coordinator_dies_while_it_tells_of_an_epoch(folder: Path, told: int) -> None:
     """One rank of a group has heard of it and the other never does: both take up the one that follows."""

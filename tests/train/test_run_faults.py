@@ -36,10 +36,15 @@ import sys, time
 from pathlib import Path
 from bessemer.train import elastic, worker
 
+place, *dues = sys.argv[1:]
+
 def slowly(whole):
     def step(self, at, batches):
-        Path(sys.argv[1]).write_text(str(at))
+        Path(place).write_text(str(at))
         time.sleep(0.1)
+        for due in dues:
+            while at == int(due) and not Path(f"{place}-{due}").exists():
+                time.sleep(0.01)
         return whole(self, at, batches)
     return step
 
@@ -57,9 +62,10 @@ def _job(folder: Path, **sections: dict[str, Any]) -> Job:
 
 
 def _run(job: Job, folder: Path, *acts: tuple[int, Callable[[], None]]) -> int:
-    """The exit code of the run. Each act comes once a rank is at that step (from 0), in order."""
+    """The exit code of the run. Each act comes while ranks are at that step (from 0), in order: they wait for it."""
     script, at = folder / "rank.py", folder / "at"
     script.write_text(RANK)
+    dues = [str(due) for due, _ in acts]
     over = threading.Event()
 
     def step() -> int:
@@ -72,11 +78,12 @@ def _run(job: Job, folder: Path, *acts: tuple[int, Callable[[], None]]) -> int:
                 time.sleep(0.01)
             if not over.is_set():
                 what()
+                Path(f"{at}-{due}").touch()
 
     thread = threading.Thread(target=act)
     thread.start()
     try:
-        return run(job, Options(command=(sys.executable, str(script), str(at)), quiet=True))
+        return run(job, Options(command=(sys.executable, str(script), str(at), *dues), quiet=True))
     finally:
         over.set()
         thread.join()

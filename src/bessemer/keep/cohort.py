@@ -121,6 +121,7 @@ class Cohort:
         self._step: int | None = None
         self._landing = ""
         self._said_hello = self._leaving = self._closed = False
+        self._asked_to_conclude = self._over = False
         self._epochs: dict[int, Epoch] = {}
         self._end: BessemerError | None = None
         self._changed = threading.Condition()
@@ -149,6 +150,10 @@ class Cohort:
     def stuck(self, epoch: int, why: str) -> None:
         """The sum of that epoch failed here."""
         self._send(kind="stuck", epoch=epoch, why=why)
+
+    def done(self) -> None:
+        """This rank has done what its group had to do after the last step."""
+        self._send(kind="done")
 
     def leave(self) -> None:
         """Ask to be let go; the group goes at the next commit, unless it is the last one."""
@@ -193,6 +198,18 @@ class Cohort:
             if self._end is not None:
                 raise self._end
             return False
+
+    def await_conclusion(self) -> bool:
+        """After the last step: False once all may go, True where this group is to evaluate and save in the place of the
+        one that led."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._end is not None or self._over or self._asked_to_conclude)
+            if self._over:
+                return False
+            if self._end is not None:
+                raise self._end
+            self._asked_to_conclude = False
+            return True
 
     def check(self, within_s: float = 0.0) -> None:
         """Raise what ended this rank's part, if anything has, or does soon."""
@@ -333,6 +350,10 @@ class Cohort:
             self.committed = max(self.committed, int(record["step"]))
             if record["next"] is not None:
                 self._note_epoch(record["next"])
+        elif kind == "conclude":
+            self._asked_to_conclude = True
+        elif kind == "over":
+            self._over = True
         elif kind == "fenced":
             self._end = self._end or Fenced(str(record["why"]))
         elif kind == "released":

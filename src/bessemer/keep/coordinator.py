@@ -1,16 +1,5 @@
 """The coordinator: the one process whose commits make steps true. It carries what ranks and agents say to the
-`Membership`, and its decisions to them.
-
-Connections begin as `links.py` says. Every message between ranks and coordinator carries the term.
-
-    rank  -> hello{proof, role: "rank", group, incarnation, place, host, step, address, state, epoch, share, ...}
-             vote{epoch, step, digest}   synced{}   stuck{epoch, why}   leave{}   ping{}
-    rank  <- epoch, commit, fenced, released, failed     as `membership.py` has them      pong{}
-    agent -> hello{proof, role: "agent", host}   lost{group, incarnation, why}   alive{}   scale{replicas}
-    agent <- event{event, fields}     what happened, for the run's records
-    standby -> hello{proof, role: "standby"}   alive{}
-    standby <- decision{decision}   alive{}   over{}     `takeover.py` says what follows
-    meet  -> hello{proof, role: "meet", meeting}         `meetings.py` says what follows
+`Membership`, and its decisions to them. `links.py` has what they say to each other.
 
 The end of a rank's connection is its death, and that of its group. An agent that is silent for the lease takes the
 groups of its ranks with it. A coordinator that hears of a later term is replaced: it ends.
@@ -26,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from bessemer.keep.conclusion import Conclusion
 from bessemer.keep.links import proof
 from bessemer.keep.meetings import Meetings
 from bessemer.keep.membership import Membership, Message, Report
@@ -84,7 +74,11 @@ class Coordinator(Switchboard):
         self._unheard: deque[dict[str, Any]] = deque(maxlen=_MOST_UNHEARD)  # while there is no agent
         self._silent_at = 0.0
         self._silent: set[int] = set()  # groups that were given up since, on hosts that fell silent
-        self.finished = False
+        self._conclusion: Conclusion | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._conclusion is not None
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Serve until the run has finished and all but standbys have gone, or a later term is heard of, or `until`
@@ -114,6 +108,7 @@ class Coordinator(Switchboard):
             self.membership.renew(self._renew[1])
             self._renew = None
             self._decide()
+        self._conclude()
 
     def close(self) -> None:
         super().close()
@@ -160,6 +155,9 @@ class Coordinator(Switchboard):
         elif kind == "vote":
             m.voted(peer.group, peer.place, int(record["epoch"]), int(record["step"]), str(record["digest"]))
             self._decide_soon(0.0)
+        elif kind == "done":
+            if self._conclusion is not None:
+                self._conclusion.done(peer.group, peer.place)
         elif kind == "synced":
             m.synced(peer.group, peer.place)
             self._decide_soon(0.0)
@@ -173,9 +171,8 @@ class Coordinator(Switchboard):
             raise ValueError(f"unknown kind {kind!r}")
 
     def _hello(self, peer: Peer, record: dict[str, Any]) -> None:
-        if record["kind"] != "hello" or not hmac.compare_digest(
-            str(record.get("proof", "")), proof(self._secret, peer.nonce)
-        ):
+        shown = str(record.get("proof", ""))
+        if record["kind"] != "hello" or not hmac.compare_digest(shown, proof(self._secret, peer.nonce)):
             raise ValueError("a connection that doesn't know the run's secret")
         self._enrol(peer, str(record["role"]))
         if peer.role == "agent":
@@ -200,20 +197,25 @@ class Coordinator(Switchboard):
             self.membership.term = self._later(int(record["term"]))
         seat, step = (group, place), record["step"]
         known = self.membership.groups.get(group)
-        if self._takeover is None and (seat in self._ranks or epoch or (known and known.incarnation != incarnation)):
+        last = self.finished and record["state"] == "active" and int(step) >= self.membership.steps - 1
+        fresh = self._takeover is None and not last  # else it comes from the coordinator before this one
+        if fresh and (seat in self._ranks or epoch or (known and known.incarnation != incarnation)):
             why = f"group {group} is no part of the run any more"
             self._send(peer, {"kind": "fenced", "term": self.membership.term, "why": why})
             return
         peer.group, peer.incarnation, peer.place, peer.host = group, incarnation, place, str(record["host"])
         self._ranks[seat], self._addresses[seat] = peer, str(record["address"])
         if self._takeover is not None:
-            share = tuple(int(unit) for unit in record["share"])
-            stands = -1 if step is None else int(step)
+            share, stands = tuple(int(unit) for unit in record["share"]), -1 if step is None else int(step)
             report = Report(group, incarnation, place, record["state"], epoch, stands, share)
             self._takeover.came(report, record, time.monotonic())
+        elif self._conclusion is not None and last:
+            self._conclusion.came(group)
+            commit = {"kind": "commit", "epoch": epoch, "step": self.membership.steps, "finished": True, "next": None}
+            self._send(peer, commit | {"term": self.membership.term})  # which it may not have heard of
         else:
             self.membership.arrived(group, incarnation, place, None if step is None else int(step))
-        if record["leaving"]:
+        if record["leaving"] and not last:
             self._leavers.add(group)
             self.membership.leave(group)
         self._tell_agents("arrived", group=group, place=place, step=step)
@@ -253,17 +255,21 @@ class Coordinator(Switchboard):
                 self._renew = time.monotonic() + RENEW_S, epoch
 
     def _lost(self, group: int, incarnation: int, why: str) -> None:
-        known = self.membership.groups.get(group)
-        if self.finished or known is None or known.incarnation != incarnation:
+        known, m = self.membership.groups.get(group), self.membership
+        if self._conclusion is not None:
+            if self._conclusion.over:
+                return
+            self._conclusion.gone(group)
+        elif known is None or known.incarnation != incarnation:
             return
-        self._tell_agents("group_lost", group=group, state=known.state, step=self.membership.step, why=why)
-        self.membership.lost(group, incarnation)
-        for place in range(self.membership.block):
+        else:
+            self._tell_agents("group_lost", group=group, state=known.state, step=m.step, why=why)
+            m.lost(group, incarnation)
+            self._decide_soon(DEBOUNCE_S)
+        for place in range(m.block):
             peer = self._ranks.pop((group, place), None)
             if peer is not None:
-                term, text = self.membership.term, f"group {group} is lost: {why}"
-                self._send(peer, {"kind": "fenced", "term": term, "why": text})
-        self._decide_soon(DEBOUNCE_S)
+                self._send(peer, {"kind": "fenced", "term": m.term, "why": f"group {group} is lost: {why}"})
 
     def _check_leases(self, now: float) -> None:
         if now >= self._alive_at:
@@ -292,6 +298,13 @@ class Coordinator(Switchboard):
             return False
         return not any(peer.heard > self._silent_at for peer in self._with_role("standby"))
 
+    def _conclude(self) -> None:
+        """Once the last step is true: who has to save it, and that all may go."""
+        for groups, record in () if self._conclusion is None else self._conclusion.decide(time.monotonic()):
+            if record["kind"] == "conclude":
+                self._tell_agents("concludes", group=groups[0])
+            self._tell_ranks(Message(groups, range(self.membership.block), record))
+
     # ---- decisions
 
     def _decide_soon(self, delay_s: float) -> None:
@@ -313,9 +326,11 @@ class Coordinator(Switchboard):
             text = f"group {seat[0]} did not come whole to the new coordinator"
             self._send(self._ranks.pop(seat), {"kind": "fenced", "term": m.term, "why": text})
         known = takeover.known
-        left = sorted(set(known.active + known.joining) - set(self.membership.groups))
+        left = sorted({*known.active, *known.joining} - set(self.membership.groups))
         self._tell_agents("took_over", term=m.term, epoch=known.epoch, step=self.membership.step, lost=left)
-        self.finished = self.membership.begun and self.membership.step >= m.steps
+        if self.membership.begun and self.membership.step >= m.steps:
+            till = time.monotonic() + self._lease_s
+            self._conclusion = Conclusion(m.block, self.membership.active, told=False, not_before=till)
         self._decide(before=(known.epoch, known.step))
         self._settle_scale()
 
@@ -337,7 +352,8 @@ class Coordinator(Switchboard):
 
     def _tell_ranks(self, message: Message) -> None:
         groups, places, record = message
-        self.finished = self.finished or bool(record.get("finished"))
+        if record.get("finished") and self._conclusion is None:
+            self._conclusion = Conclusion(self.membership.block, self.membership.active, told=True)
         for group in groups if record["kind"] == "released" else ():
             self._tell_agents("left", group=group)
         record = {**record, "term": self.membership.term}

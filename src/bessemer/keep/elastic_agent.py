@@ -18,6 +18,7 @@ from typing import Any
 from bessemer.keep.agent import Agent
 from bessemer.keep.coordinators import Coordinators, Post
 from bessemer.keep.hub import Heard, Wishes
+from bessemer.keep.kept_metrics import KeptMetrics
 from bessemer.keep.links import SECRET
 from bessemer.keep.process import usable_cores
 from bessemer.keep.reception import RankState
@@ -34,7 +35,6 @@ SEEK_S = 0.05
 WATCH_S = 0.2
 """Between two looks at the ranks' states, and two signs of life to the coordinator."""
 LEASE_S = 1.5
-_METRICS_KEPT = 64
 QUICK_DEATHS = 3
 """After so many groups in a row that died before they were active, no new one is started."""
 VAULTS = 3
@@ -61,9 +61,8 @@ class ElasticAgent(Agent):
         self._proved: set[int] = set()  # groups that have been active
         self._active, self._joining = [], []  # type: list[int], list[int]
         self._finished = False
-        self._others_metrics: dict[int, dict[str, Any]] = {}
         self._stopped_since: dict[int, float] = {}
-        self._progress = StepTimes()
+        self._progress, self._kept = StepTimes(), KeptMetrics()
 
     # ---- start
 
@@ -108,7 +107,7 @@ class ElasticAgent(Agent):
         self.coordinators = self._new_coordinators()
         for store in (*self.place.glob("epoch-*"), *self.place.glob("store-*")):
             store.unlink()  # full of the keys of dead ranks
-        for known in (self.ranks, self._groups, self._others_metrics, self._stopped_since):
+        for known in (self.ranks, self._groups, self._kept, self._stopped_since):
             known.clear()
         self._active, self._joining, self._quick = [], [], 0
         self._replicas, self._progress = self.job.replicas, StepTimes()
@@ -184,26 +183,27 @@ class ElasticAgent(Agent):
         """Every group tells of each step; what counts is the word of the one that leads, whose records have more. Of
         a step that it didn't live to tell of, that of another."""
         if number is None or number // self.block != min(self._active, default=-1):
-            self._keep_metric(record)
+            self._kept.keep(record)
         elif int(record["step"]) > self.journal.step:
             self._tell_missing(int(record["step"]) - 1)
             self.journal.metric(record)
 
-    def _keep_metric(self, record: dict[str, Any]) -> None:
-        self._others_metrics[int(record["step"])] = record
-        for step in sorted(self._others_metrics)[:-_METRICS_KEPT]:
-            del self._others_metrics[step]
+    def _tell_kept(self) -> None:
+        """The group that led can't tell of the last step any more."""
+        self._tell_missing(self._kept.last)
 
     def _tell_missing(self, last: int) -> None:
         """Steps up to `last` that are true, and that no leader has told of."""
-        for step in range(self.journal.step + 1, last + 1):
-            if step in self._others_metrics:
-                self.journal.metric(self._others_metrics[step])
+        for record in list(self._kept.after(self.journal.step, last)):
+            self.journal.metric(record)
 
     def _from_coordinator(self, event: str, fields: dict[str, Any]) -> None:
         if event in ("commit", "took_over"):
             self._progress.note(int(fields["step"]))
             self._finished = self._progress.step >= self.job.train.steps
+        if event == "concludes":
+            self._active = [name for name in self._active if name >= int(fields["group"])]
+            self._tell_kept()
         if event == "commit":
             return  # the metrics have a line for each
         if event in ("leaving", "left") and int(fields["group"]) in self._groups:
@@ -291,8 +291,8 @@ class ElasticAgent(Agent):
         orderly = state.exit_code in (0, 3) and (self._finished or self.reception.stopping or state.said is not None)
         if group.lost or orderly or state.told_to_end:
             return
-        if self._finished and state.report is not None and group.name == min(self._active, default=-1):
-            state.failed_at = time.monotonic()  # it had to save the last step, which nobody else does
+        if self._finished and state.report is not None and not any(self._goes_on(g) for g in self._groups.values()):
+            state.failed_at = time.monotonic()  # it was the last that could save the last step
             return
         code = state.exit_code or 0
         self._lose(group, f"rank {state.rank} " + (f"exited with code {code}" if code >= 0 else

@@ -257,14 +257,14 @@ class HostAgent(ElasticAgent):
     def _take_metric(self, number: int | None, record: dict[str, Any]) -> None:
         """All are kept for a while, in case that what was told of them is lost with another host."""
         super()._take_metric(number, record)
-        self._keep_metric(record)
+        self._kept.keep(record)
 
     def _tell_kept(self) -> None:
         """To the agent that writes, which may be this one: it leaves out what it has."""
         if self.journal.writes:
-            self._tell_missing(max(self._others_metrics, default=0) if self._leads_here else 0)
+            self._tell_missing(self._kept.last if self._leads_here else 0)
         elif self._leads_here:
-            for _, record in sorted(self._others_metrics.items()):
+            for record in self._kept.after(0, self._kept.last):
                 self._send_record({"kind": "record", "of": "metrics", "record": record})
 
     def _send_record(self, record: Any) -> bool:

@@ -2,6 +2,19 @@
 
 Connections speak the frames of `wire.py`. The coordinator sends challenge{nonce, term, epoch}; the other side answers
 with hello{proof, role, ...}. The secret comes from the environment (`BESSEMER_SECRET`) and never travels.
+
+Every message between ranks and coordinator carries the term.
+
+    rank  -> hello{proof, role: "rank", group, incarnation, place, host, step, address, state, epoch, share, ...}
+             vote{epoch, step, digest}   synced{}   stuck{epoch, why}   leave{}   ping{}
+             done{}     this rank has done what there was to do after the last step
+    rank  <- epoch, commit, fenced, released, failed     as `membership.py` has them      pong{}
+             conclude{}   over{}                          `conclusion.py` says when
+    agent -> hello{proof, role: "agent", host}   lost{group, incarnation, why}   alive{}   scale{replicas}
+    agent <- event{event, fields}     what happened, for the run's records
+    standby -> hello{proof, role: "standby"}   alive{}
+    standby <- decision{decision}   alive{}   over{}     `takeover.py` says what follows
+    meet  -> hello{proof, role: "meet", meeting}         `meetings.py` says what follows
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ class ElasticLoop(Loop):
         self._epoch: Epoch | None = None
         self._across: Across | None = None
         self._sent: set[tuple[int, int]] = set()
+        self._concludes = False  # in the place of the group that led
         self._units = (1, 1)  # of the latest step: this group's, all
         self.cohort.share_of = self._share
 
@@ -94,11 +95,27 @@ class ElasticLoop(Loop):
         first has left the others in the midst of what they do together."""
         try:
             super().run()
+            self._await_conclusion()
         except BessemerError:
             raise
         except Exception:
             self.cohort.check(within_s=FENCED_S)
             raise
+
+    def _await_conclusion(self) -> None:
+        """The group that leads has saved the last step, and says so; where it is lost before, another one does it."""
+        steps, concluded = self.job.train.steps, self.leads
+        self.reporter.phase(steps, "waiting for the end")
+        if concluded:
+            self.cohort.done()
+        while self.cohort.await_conclusion():
+            if not concluded:
+                self._concludes = concluded = True
+                self._evaluate_if_due(steps)
+                self._save(steps)
+                self._note_saved(self.saver.wait())
+                self._event("finished", step=steps)
+            self.cohort.done()
 
     @property
     def job(self) -> Job:
@@ -107,7 +124,7 @@ class ElasticLoop(Loop):
     @property
     def leads(self) -> bool:
         """Whether this group speaks for the run: writes its records and checkpoints, and evaluates."""
-        return self._epoch is not None and self._epoch.active[:1] == (self.cohort.seat.group,)
+        return self._concludes or (self._epoch is not None and self._epoch.active[:1] == (self.cohort.seat.group,))
 
     @property
     def part_of_step(self) -> float:
