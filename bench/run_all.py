@@ -18,7 +18,7 @@ from table import Row, show
 
 HERE = Path(__file__).resolve().parent
 HELPERS = {"run_all.py", "table.py"}
-QUICK = {"keep.py", "landing.py"}
+QUICK = {"hangs.py", "keep.py", "landing.py"}
 
 
 def main() -> int:
