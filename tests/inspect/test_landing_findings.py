@@ -238,6 +238,17 @@ def test_a_host_whose_agent_left_no_word(remains: RemainsBuilder) -> None:
     assert [(each.verdict.rank, each.verdict.kind) for each in land(remains).losses] == [(1, "unknown"), (3, "unknown")]
 
 
+def test_groups_that_end_one_after_the_other_as_they_were_asked_to_are_not_lost(remains: RemainsBuilder) -> None:
+    for rank in range(2):
+        remains.event("rank_started", rank=rank, group=rank, pid=rank + 10)
+    remains.event("stop_requested", signal="SIGINT")
+    remains.event("group_lost", group=1, state="active", step=3, why="its connection ended")
+    remains.event("stopped", step=3)
+    remains.event("epoch", epoch=2, step=3, active=[0], term=1)
+    landing = land(remains)
+    assert landing.verdict.kind == "no fault" and not landing.losses
+
+
 def test_whoever_finds_the_disk_of_the_run_folder_full_is_not_to_blame(remains: RemainsBuilder) -> None:
     text = f"{remains.folder}/checkpoints: 164,016 bytes are needed and 0 are free"
     ended(remains, 1, "disk-full", text)

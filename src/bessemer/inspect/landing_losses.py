@@ -3,6 +3,7 @@ parameters that were found to differ. Each has a verdict of its own."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,14 +66,16 @@ def _loss(remains: Remains, of: Try, event: Event) -> list[Loss]:
 
 def _unsaid(of: Try) -> list[Event]:
     """Groups of which only the coordinator has told that they are lost, so that their agent went with them, and that
-    the others went on without. Lines of several hosts need not stand in the order of time."""
+    the others went on without. Lines of several hosts need not stand in the order of time. After a wish to stop all
+    end, one after the other."""
     said = {e.fields.get("group") for e in of.named("rank_lost")}
-    epochs = of.named("epoch")
+    epochs, stop_t = of.named("epoch"), min((e.t for e in of.named("stop_requested")), default=math.inf)
 
     def outlived(lost: Event) -> bool:
         return any(e.t >= lost.t and lost.fields["group"] not in (e.fields.get("active") or ()) for e in epochs)
 
-    return [e for e in of.named("group_lost") if e.fields.get("group") not in said and outlived(e)]
+    lost = [e for e in of.named("group_lost") if e.t < stop_t and e.fields.get("group") not in said]
+    return [e for e in lost if outlived(e)]
 
 
 def _group(remains: Remains, of: Try, event: Event) -> list[Loss]:
