@@ -4,7 +4,7 @@
 
 Each scenario of tests/inspect/crash_scenarios.py is a run of `bessemer train` with real ranks of a tiny model, of which
 something fails in a known way. A report is right where it names the guilty rank and the class. The bars: right in 90 %
-of them, and never sure (confidence of 0.5 or more) of a rank or class that isn't true. Fifteen minutes on two cores;
+of them, and never sure (confidence of 0.5 or more) of a rank or class that isn't true. Half an hour on two cores;
 --quick plays every sixth. Progress on standard error.
 """
 
