@@ -16,11 +16,12 @@ GUILTY = 2
 
 
 def test_a_slow_rank_is_named_by_its_processor_time(tmp_path: Path) -> None:
-    """Four ranks; one computes half as long again. They may share cores, so that elapsed times say little."""
+    """Four ranks; one computes half as long again. They may share cores, so that elapsed times say little, and
+    processor time grows by what others do to the caches: who is named is certain, by how much it is slower is not."""
     with watched_run(tmp_path, "slow", GUILTY, 0, layout={"dp": 4}, train={"steps": 5000}) as agent:
         finding = first_finding(tmp_path, agent, "slow_rank")
     assert finding["ranks"] == [GUILTY], finding
-    assert finding["excess"] == pytest.approx(0.5, abs=0.25)
+    assert 0.1 < finding["excess"] < 1.0
     assert Finding.of_event(finding).ranks == (GUILTY,)
 
 

@@ -174,3 +174,13 @@ def test_a_long_run_holds_nobody_up(folder: RunFolder, monkeypatch: pytest.Monke
     assert steps(folder) == list(range(1, 20_001))
     [cut] = [event for event in folder.events() if event["event"] == "cut"]
     assert (cut["step"], cut["steps"], cut["last_t"]) == (20_000, 10_000, 30_000.0)
+
+
+def test_nothing_is_found_of_a_run_that_has_finished(folder: RunFolder) -> None:
+    """The watch beside it may be slow; who asks whether a run has finished reads the last line."""
+    journal = Journal(folder, Printer(5, quiet=True))
+    journal.event("finding", text="early")
+    journal.event("finished", step=5)
+    journal.event("finding", text="late")
+    journal.close()
+    assert names(folder) == ["finding", "finished"]

@@ -54,7 +54,10 @@ class Journal:
             self._board.metric(record)
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """A line of events.jsonl; `t` is now unless the record brings it. The first `loaded` cuts the metrics back."""
+        """A line of events.jsonl; `t` is now unless the record brings it. The first `loaded` cuts the metrics back.
+        What the watch still finds of a run that has finished is left out: scripts ask the last line whether it has."""
+        if self.end == "finished" and name == "finding":
+            return
         record = {"t": fields.pop("t", time.time()), "event": name, **fields}
         if name == "loaded" and not self.loaded:
             self.loaded = True
