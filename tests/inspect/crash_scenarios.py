@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from crash_runs import NOWHERE, PATIENCE_S, CrashRun, Scenario, Truth
+from disks import fill_up
 
 __all__ = ["SCENARIOS", "by_name"]
 
@@ -97,13 +98,7 @@ def disk_full(run: CrashRun) -> None:
     run.mounted = disk
     agent = run.start()
     run.until_step(4)
-    with (disk / "filler").open("wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                continue
+    fill_up(disk / "filler")
     run.end_of(agent)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import fill_up
 from train.loops import small_job
 
 from bessemer.core.job import Job
@@ -169,16 +170,6 @@ def test_the_disk_is_full_for_a_while(tmp_path: Path) -> None:
     small = tmp_path / "small"
     with small_disk(small, 64):
         job = _job(tmp_path, run={"name": "small", "dir": str(small)})
-
-        def fill() -> None:
-            with open(small / "filler", "wb", buffering=0) as file:
-                for size in (1 << 20, 1 << 12, 1):
-                    try:
-                        while file.write(bytes(size)) == size:
-                            pass
-                    except OSError:
-                        continue
-
-        assert _run(job, tmp_path, (6, fill), (18, (small / "filler").unlink)) == 0
+        assert _run(job, tmp_path, (6, lambda: fill_up(small / "filler")), (18, (small / "filler").unlink)) == 0
         _assert_whole(job)
         _assert_told_and_saved_again(job)
