@@ -84,13 +84,6 @@ class Hosts:
             except ProcessLookupError:
                 continue
 
-    def cut(self, number: int) -> None:
-        """Nothing passes between this host and the others until `mend`."""
-        raise NotImplementedError("hosts at loopback addresses can't be cut off")
-
-    def mend(self, number: int) -> None:
-        raise NotImplementedError("hosts at loopback addresses can't be cut off")
-
 
 _NUMBERS = itertools.count()
 
@@ -125,6 +118,7 @@ class Namespaces(Hosts):
         self._remove()
 
     def cut(self, number: int) -> None:
+        """Nothing passes between this host and the others until `mend`."""
         _ip("-n", f"{self._prefix}-hub", "link", "set", f"p{number}", "down")
 
     def mend(self, number: int) -> None:

@@ -223,7 +223,7 @@ class ChaosRun:
             return True
         assert for_s is not None
         self._away.add(number)
-        if fault.kind == "cut":
+        if isinstance(hosts, Namespaces) and fault.kind == "cut":  # `_places` made such, since the plan cuts
             hosts.cut(number)
         else:
             hosts.signal(number, signal.SIGSTOP)
@@ -232,7 +232,7 @@ class ChaosRun:
 
 
 def _return(kind: str, hosts: Hosts, number: int, away: set[int]) -> None:
-    if kind == "cut":
+    if isinstance(hosts, Namespaces) and kind == "cut":
         with contextlib.suppress(OSError):  # the run is over
             hosts.mend(number)
     else:
