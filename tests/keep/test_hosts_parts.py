@@ -141,7 +141,7 @@ class Office:
     def come(self, number: int, *, token: str = "t", wrote: bool = False, newest: int = -1) -> Any:
         peer: Any = _Peer(number)
         record = {"host": f"host-{number}", "number": number, "token": token, "wrote": wrote, "newest": newest}
-        self.desk.come(peer, record, begun=True, term=3)
+        self.desk.come(peer, record, begun=True, term=3, step=7)
         return peer
 
     def turn(self, *, later_s: float = 0.0, standby: bool = True, decides: bool = True) -> None:
@@ -191,6 +191,12 @@ def test_a_standby_is_asked_for_on_other_hosts_in_turn(tmp_path: Path) -> None:
     assert [len(office.heard(n, "stand_by")) for n in (0, 1, 2)] == [0, 1, 0]
     office.turn(standby=False, later_s=STANDBY_S + 1)
     assert office.heard(2, "stand_by") == [{"kind": "stand_by", "of": "tcp:one:1"}]
+
+
+def test_an_agent_that_comes_late_hears_how_far_the_run_is(tmp_path: Path) -> None:
+    office = Office(tmp_path)
+    office.come(1)
+    assert office.heard(1, "welcome")[0]["step"] == 7
 
 
 def test_names_of_groups_go_on_where_a_host_comes_back(tmp_path: Path) -> None:

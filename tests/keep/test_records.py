@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bessemer.core.errors import CheckpointError, DataError
-from bessemer.keep.records import RecordWriter, cut_records, last_record, read_records, write_atomically
+from bessemer.keep.records import RecordWriter, cut_records, last_record, read_records, records_back, write_atomically
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -77,6 +77,16 @@ def test_the_last_record_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
         assert last_record(path) == {"step": 2, "text": text}
         assert cut_records(path, lambda r: r["step"] > 1) == (1, {"step": 2, "text": text})
         assert last_record(path) == {"step": 1}
+
+
+def test_records_are_read_backwards_as_far_as_they_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    assert list(records_back(path)) == []
+    path.write_text("damage\n" + "".join(f'{{"step":{n},"text":"{"x" * 70_000}"}}\n' for n in (1, 2)) + '{"step"')
+    steps = records_back(path)
+    assert [next(steps)["step"], next(steps)["step"]] == [2, 1]
+    with pytest.raises(DataError, match="at byte 0"):
+        next(steps)
 
 
 def test_of_a_long_file_few_lines_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

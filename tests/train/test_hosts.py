@@ -29,11 +29,15 @@ def base() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def undisturbed(base: Path) -> bytes:
+    return _undisturbed(base, STEPS)
+
+
+def _undisturbed(base: Path, steps: int) -> bytes:
     """The final state where nothing happens."""
-    with HostRun(host_job(base, "undisturbed", steps=STEPS), Hosts.on_loopback(2)) as run:
+    with HostRun(host_job(base, f"undisturbed-{steps}", steps=steps), Hosts.on_loopback(2)) as run:
         run.start()
         assert run.wait() == [0, 0]
-        assert [r["step"] for r in run.read("metrics.jsonl")] == list(range(1, STEPS + 1))
+        assert [r["step"] for r in run.read("metrics.jsonl")] == list(range(1, steps + 1))
         assert {e["host"] for e in run.events("host_started")} == {"127.0.0.2"}
         return run.state()
 
@@ -46,7 +50,7 @@ def _started(run: HostRun) -> None:
 
 def _ended(run: HostRun, undisturbed: bytes, numbers: list[int]) -> None:
     assert run.wait(numbers) == [0] * len(numbers), run.told()
-    assert [r["step"] for r in run.read("metrics.jsonl")] == list(range(1, STEPS + 1)), run.told()
+    assert [r["step"] for r in run.read("metrics.jsonl")] == list(range(1, run.job.train.steps + 1)), run.told()
     assert run.events()[-1]["event"] == "finished"
     assert run.state() == undisturbed
 
@@ -55,9 +59,11 @@ def _lost(run: HostRun) -> set[int]:
     return {e["group"] for e in run.events("group_lost")}
 
 
-def test_a_host_is_killed_and_a_spare_on_another_one_joins(base: Path, undisturbed: bytes) -> None:
-    """Three hosts, four groups and a spare: 0 and 3, 1 and 4, 2. The last one dies; 1 or 4 takes the place of 2."""
-    job = host_job(base, "killed", steps=STEPS, spares=1, min_replicas=4)
+def test_a_host_is_killed_and_a_spare_on_another_one_joins(base: Path) -> None:
+    """Three hosts, four groups and a spare: 0 and 3, 1 and 4, 2. The last one dies; 1 or 4 takes the place of 2. So
+    many steps that the spare has come before the end, however long it takes."""
+    undisturbed = _undisturbed(base, 5 * STEPS)
+    job = host_job(base, "killed", steps=5 * STEPS, spares=1, min_replicas=4)
     with HostRun(job, Hosts.on_loopback(3)) as run:
         run.start(0, 2)
         run.until(lambda: 2 in {e["group"] for e in run.events("arrived")}, "the group of the last host")
@@ -80,6 +86,17 @@ def test_a_silent_host_is_given_up_and_comes_back_with_new_groups(base: Path, un
         _ended(run, undisturbed, [0, 1])
         assert all("silent" in e["why"] for e in run.events("group_lost"))
         assert run.active == [0, 2, 5, 7]
+
+
+def test_a_host_that_sleeps_through_the_end_finds_that_the_run_is_over(base: Path, undisturbed: bytes) -> None:
+    """It wakes up when nobody is left who could say so."""
+    with HostRun(host_job(base, "asleep", steps=STEPS), Hosts.on_loopback(2)) as run:
+        _started(run)
+        run.signal_host(1, signal.SIGSTOP)
+        assert run.wait([0]) == [0], run.told()
+        run.signal_host(1, signal.SIGCONT)
+        assert run.wait([1], timeout_s=100.0) == [0], run.told()
+        _ended(run, undisturbed, [0])
 
 
 def test_the_first_host_dies_with_the_coordinator_and_comes_back(base: Path, undisturbed: bytes) -> None:

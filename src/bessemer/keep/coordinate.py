@@ -28,8 +28,10 @@ from bessemer.keep.membership import Membership
 from bessemer.keep.takeover import Decision, DecisionLog, stand_by
 from bessemer.runtime.host_state import raise_open_files
 
-__all__ = ["Post", "main", "membership_of", "serve"]
+__all__ = ["PARTING_S", "Post", "main", "membership_of", "serve"]
 
+PARTING_S = 2.0
+"""How long the others may take to hear the last of what a coordinator that ends has said."""
 _LOGS = "decisions-*.jsonl"
 
 
@@ -84,6 +86,7 @@ def serve(job: Job, post: Post) -> int:
         coordinator = Coordinator(server, membership, **more)
     try:
         coordinator.run()
+        coordinator.let_go(PARTING_S)
     finally:
         coordinator.close()
     if coordinator.superseded:

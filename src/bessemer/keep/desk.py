@@ -3,7 +3,7 @@ started, and what one says that holds for all is told to all.
 
     agent -> hello{..., number, token, newest, wrote}
              record{of, record}   stop{signal}   give_up{why}   standings{due, standings}   done{}   concluded{}
-    agent <- welcome{newest, begun, term, members} or refused{code, message, fix}
+    agent <- welcome{newest, begun, term, step, members} or refused{code, message, fix}
              write{begun}     this one writes the records from now on     resend{}     another one does
              record{of, record}     of another host, to the one that writes
              stand_by{of}     start a standby of the coordinator at that address
@@ -70,11 +70,11 @@ class Desk:
     # ---- who comes and goes
 
     def come(
-        self, peer: Peer, record: Mapping[str, Any], *, begun: bool, term: int,
+        self, peer: Peer, record: Mapping[str, Any], *, begun: bool, term: int, step: int,
         members: tuple[list[int], list[int]] | None = None,
     ) -> None:  # fmt: skip
-        """An agent says hello. members: the groups that are active, and those that join; None where an epoch is to come
-        that says so."""
+        """An agent says hello. step: so many are true. members: the groups that are active, and those that join; None
+        where an epoch is to come that says so."""
         own = token_of(self.run)
         if str(record["token"]) != own:
             what = f"host {record['host']} doesn't see the run folder of the coordinator at {self.run}"
@@ -84,8 +84,8 @@ class Desk:
         self.hosts[peer] = _Host(int(record["number"]), bool(record["wrote"]))
         number = int(record["number"])
         self.saw(number, int(record["newest"]))
-        welcome = {"kind": "welcome", "newest": self.newest[number], "begun": begun, "term": term, "members": members}
-        self.send(peer, welcome)
+        known = {"begun": begun, "term": term, "step": step, "members": members}
+        self.send(peer, {"kind": "welcome", "newest": self.newest[number], **known})
         for told in self._for_all:
             self.send(peer, told)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
-from bessemer.core.errors import PeerLost, RequestError, RunFolderError
+from bessemer.core.errors import DataError, PeerLost, RequestError, RunFolderError
+from bessemer.keep.coordinate import PARTING_S
 from bessemer.keep.coordinators import Post
 from bessemer.keep.desk import token_of
 from bessemer.keep.elastic_agent import SEEK_S, WATCH_S, ElasticAgent
@@ -29,6 +31,8 @@ MEET_S = 300.0
 """How long an agent waits for the first host: hosts of a large job start minutes apart."""
 END_S = 120.0
 """How long the agents wait at the end for a coordinator of which nothing is heard."""
+ENDED_S = 5.0
+"""After so long without a step an agent asks the records whether the run has ended."""
 _OVERDUE_S = 1.0
 
 
@@ -43,7 +47,7 @@ class HostAgent(ElasticAgent):
         self._heard = time.monotonic()  # of the coordinator
         self._beat = time.monotonic()  # when this agent last did what it does every so often
         self._seeking = False
-        self._overdue_at = 0.0
+        self._overdue_at = self._end_at = 0.0
         self._alone = False  # all others are done
         self._over = False  # the one that writes has said its last word
         self._elsewhere = False  # the run may go on without this host, which can't
@@ -127,7 +131,8 @@ class HostAgent(ElasticAgent):
             return
         self._heard = time.monotonic()
         if record is None:
-            self._part()
+            if not self._over:  # else it has nothing more to say
+                self._part()
         elif record["kind"] == "event":
             self._from_coordinator(record["event"], record["fields"])
         else:
@@ -177,7 +182,8 @@ class HostAgent(ElasticAgent):
         if newest >= self._names:
             self._names = newest + self.hosts.count
         self.coordinators.term = max(self.coordinators.term, int(record["term"]))
-        self._progress.last = time.monotonic()
+        self._progress.step, self._progress.last = int(record["step"]), time.monotonic()
+        self._finished = self._finished or self._progress.step >= self.job.train.steps  # while nothing was heard here
         self.journal.hand_on()
 
     def _give_up(self, why: str) -> None:
@@ -286,6 +292,19 @@ class HostAgent(ElasticAgent):
         if standings and now >= self._overdue_at:
             self._overdue_at = now + _OVERDUE_S
             self.coordinators.say({"kind": "standings", "due": self._progress.due(now), "standings": standings})
+        if self._welcome["begun"] and now >= max(self._end_at, self._progress.last + ENDED_S):
+            self._end_at = now + _OVERDUE_S
+            with suppress(OSError, DataError):
+                self._end_with(self.folder.end_of_attempt())
+
+    def _end_with(self, end: str) -> None:
+        """A host that was away may come back when the run has ended without it, and nobody is left to say so: then its
+        groups, which were given up, go."""
+        if end not in ("finished", "stopped") or self._finished or self.reception.stopping or self._failing:
+            return
+        self._finished, self._over, self.reception.stopping = end == "finished", True, end == "stopped"
+        self._active = []
+        self._dismiss_spares()
 
     def _stop(self, signal_name: str) -> None:
         """A wish that reaches one host is for all."""
@@ -308,6 +327,11 @@ class HostAgent(ElasticAgent):
                 self._alone = False
                 self.coordinators.say({"kind": "concluded"})
             self._turn(wishes)
+
+    def _clear(self) -> None:
+        if self._over:
+            self.coordinators.let_end(2 * PARTING_S)
+        super()._clear()
 
     def _forget_where(self) -> None:
         """Unless the run goes on: an agent that begins it again looks for it then."""

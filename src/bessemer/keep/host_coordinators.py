@@ -105,6 +105,13 @@ class HostCoordinators(Coordinators):
             self._hub.drop(self.link)
         self.on_link_end()
 
+    def let_end(self, timeout_s: float) -> None:
+        """The one of this host has to tell the others that the run is over, before this agent ends what it started."""
+        self.drop_link()
+        deadline = time.monotonic() + timeout_s
+        while self.posts[0].runs and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def stand_by(self, of: str) -> None:
         """The one that leads, at that address, wants a standby here."""
         post = self.posts[0]

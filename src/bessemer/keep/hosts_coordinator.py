@@ -124,7 +124,8 @@ class HostsCoordinator(Coordinator):
         elif peer.role == "agent":
             m = self.membership
             members = (m.active, m.joining) if self._takeover is None and m.begun else None
-            self.desk.come(peer, record, begun=self._known_epoch > 0, term=m.term, members=members)
+            step = m.step if self._takeover is None else self._takeover.known.step
+            self.desk.come(peer, record, begun=self._known_epoch > 0, term=m.term, step=step, members=members)
 
     def _hello_of_rank(self, peer: Peer, record: dict[str, Any]) -> None:
         super()._hello_of_rank(peer, record)

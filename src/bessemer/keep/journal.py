@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 from bessemer.keep.progress import Printer, event_line
 from bessemer.keep.records import RecordWriter
-from bessemer.keep.run_folder import RunFolder
+from bessemer.keep.run_folder import ENDS, RunFolder
 from bessemer.keep.tensorboard import BoardWriter
 
 __all__ = ["Journal"]
 
-_ENDS = ("finished", "stopped", "failed")
-_DURABLE = (*_ENDS, "saved", "rank_lost", "stop_requested")
+_DURABLE = (*ENDS, "saved", "rank_lost", "stop_requested")
 
 
 class Journal:
@@ -64,7 +63,7 @@ class Journal:
             self._go_on_from(int(record.get("step") or 0))
         if name in ("loaded", "saved") and record.get("source") not in ("memory", "peer"):  # they end with this run
             self.saved = (int(record.get("step") or 0), Path(record["path"])) if record.get("path") else None
-        if name in _ENDS:
+        if name in ENDS:
             self.end = name
         self._write("events", record)
         if name in _DURABLE:

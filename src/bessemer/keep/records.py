@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from bessemer.core.errors import CheckpointError, DataError
 
-__all__ = ["RecordWriter", "cut_records", "last_record", "read_records", "write_atomically"]
+__all__ = ["RecordWriter", "cut_records", "last_record", "read_records", "records_back", "write_atomically"]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -136,6 +136,17 @@ def last_record(path: Path) -> dict[str, Any] | None:
     with path.open("rb") as file:
         end = _line_start(file, os.fstat(file.fileno()).st_size)
         return None if end == 0 else _line_at(file, end - 1)[0]
+
+
+def records_back(path: Path) -> Iterator[dict[str, Any]]:
+    """The records from the last whole line on backwards, each read when it is asked for. DataError for a bad one."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        at = _line_start(file, os.fstat(file.fileno()).st_size)
+        while at > 0:
+            record, at, _ = _line_at(file, at - 1)
+            yield record
 
 
 def cut_records(path: Path, goes: Callable[[dict[str, Any]], bool]) -> tuple[int, dict[str, Any] | None]:

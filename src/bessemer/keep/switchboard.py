@@ -7,7 +7,8 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,29 @@ class Switchboard:
         self._selector.register(server, selectors.EVENT_READ)
         self._peers: set[Peer] = set()
         self._by_role: dict[str, set[Peer]] = {}
+
+    def let_go(self, timeout_s: float) -> None:
+        """What was said last arrives: this side of each connection ends, and the other one's end is waited for. A
+        socket that is closed while something in it is unread takes back what is still on its way."""
+        self._selector.unregister(self._server)
+        self._server.close()
+        deadline = time.monotonic() + timeout_s
+        self._hang_up(list(self._peers))
+        while self._peers and time.monotonic() < deadline:
+            for key, mask in self._selector.select(deadline - time.monotonic()):
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                    self._hang_up([key.data])
+                if mask & selectors.EVENT_READ and _has_ended(key.data.link):
+                    self._part_from(key.data)
+
+    @staticmethod
+    def _hang_up(peers: Iterable[Peer]) -> None:
+        """On those to which all is said."""
+        for peer in peers:
+            if not peer.out:
+                with suppress(OSError):
+                    peer.link.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -85,6 +109,8 @@ class Switchboard:
         except OSError:  # it is gone already, or there is no room for it now
             return
         link.setblocking(False)
+        if link.family != socket.AF_UNIX:  # else a record may wait until the one before it is acknowledged
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = Peer(link, secrets.token_hex(16), heard=time.monotonic())
         self._peers.add(peer)
         self._selector.register(link, selectors.EVENT_READ, peer)
@@ -148,3 +174,13 @@ class Switchboard:
             self._by_role.get(peer.role, set()).discard(peer)
             self._selector.unregister(peer.link)
             peer.link.close()
+
+
+def _has_ended(link: socket.socket) -> bool:
+    """Takes what has come, of which nothing is wanted any more."""
+    try:
+        return not link.recv(1 << 16)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
