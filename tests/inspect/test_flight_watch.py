@@ -155,9 +155,19 @@ def test_what_a_profiler_slows_down_makes_no_slow_rank() -> None:
     assert math.isnan(compute_s) and math.isnan(data_s) and (wait_s, batches) == (0.2, 2.0)
 
 
+def test_what_copies_make_of_the_same_samples_is_compared(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.event("gradients", step=51, ranks=[0, 1, 2, 3], hashes=["0f", "0f", "ff", "0f"])
+    run.event("parameters", step=51, ranks=[0, 1, 2, 3], hashes=["0f", "0f", "ff", "0f"])
+    work, held = run.turn()
+    assert work.kind == held.kind == "corruption" and work.ranks == (2,) and work.advice == "evict"
+    assert work.text == "the gradients of the same samples on rank 2 differ from the majority of their copies (in step 51)"
+    assert held.text == "the parameters of rank 2 differ from the majority of their copies (after step 51)"
+
+
 def test_a_group_that_the_vote_put_out_is_told(tmp_path: Path) -> None:
     run = Run(tmp_path, keep={"mode": "zero-interruption"})
-    why = "its sum or its parameters of step 6 differ from the majority's"
+    why = "its sum, its parameters or its rerun of step 6 differ from the majority's"
     run.event("epoch", active=[0, 1, 2, 3])
     run.event("group_ended", group=3, code="fenced", message=why)
     (finding,) = run.turn()

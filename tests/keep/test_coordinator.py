@@ -214,7 +214,8 @@ def test_where_most_fall_silent_and_the_standby_too_nothing_is_committed(folder:
     _ = [Host(f"unix:{folder}/c", "a"), Host(f"unix:{folder}/b", "b")]
     threading.Thread(target=stand_by, args=(f"unix:{folder}/b", SECRET), kwargs={"lease_s": 1.5}, daemon=True).start()
     members = [Member(f"unix:{folder}/{'cbb'[g]}", g, host="abb"[g]) for g in range(3)]
-    _until_step(serving, 5 and serving.coordinator._had_standby)
+    _until(lambda: serving.coordinator._had_standby and len(serving.coordinator._with_role("agent")) == 2)
+    _until_step(serving, 5)
     away.cut = True
     _until(lambda: serving.m.waiting or len(serving.m.groups) == 1)
     at = serving.m.step

@@ -33,6 +33,24 @@ def test_every_second_belongs_to_the_innermost_phase() -> None:
     assert phases.take() == {"backward_s": 3.0, "comm_s": 0.75, "optimizer_s": 4.0}
 
 
+def test_what_is_no_part_of_the_step_counts_as_one() -> None:
+    clock = Clock()
+    phases = Phases(clock)
+    with phases("forward_s"):
+        clock.now += 1
+    with phases.as_one("compare_s"):
+        clock.now += 2
+        with phases("forward_s"):
+            clock.now += 4
+            with phases("comm_s"):
+                clock.now += 8
+    with pytest.raises(ZeroDivisionError), phases.as_one("compare_s"), phases("forward_s"):
+        clock.now += 16 / 0
+    with phases("forward_s"):
+        clock.now += 32
+    assert phases.take() == {"forward_s": 33.0, "compare_s": 14.0}
+
+
 def test_take_starts_anew_and_keeps_the_names() -> None:
     clock = Clock()
     phases = Phases(clock)

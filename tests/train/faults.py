@@ -18,9 +18,9 @@ class Fault:
 
     forward, backward, reduce, voted, receipt (of the commit, before it is read), committed (after it); epoch: while the
     link of epoch number `step` is made; donor, joiner: in the midst of a transfer. reset: there the donor's connection
-    breaks off, once, and everybody lives. Without a signal, flip: a bit of the
-    sum is wrong; nan: so is a gradient; slow: every step takes half a second longer; clock: the wall clock jumps by
-    `number` seconds. `place`: of the rank in its group."""
+    breaks off, once, and everybody lives. Without a signal, flip: a bit of the sum is wrong; nan: so is a gradient;
+    wrong: from that step on attention is a little off; slow: every step takes half a second longer; clock: the wall
+    clock jumps by `number` seconds. `place`: of the rank in its group."""
 
     point: str
     step: int
@@ -118,6 +118,9 @@ def inject(fault: Fault, loop: Any) -> None:
         first.register_hook(lambda g: strike() if at["step"] == fault.step else None)
     if fault.point == "nan":
         first.register_hook(lambda g: g * float("nan") if at["step"] == fault.step else None)
+    if fault.point == "wrong":
+        attention = next(m for n, m in loop.parts.module.named_modules() if n.endswith(".attn"))
+        attention.register_forward_hook(lambda m, given, out: out * 1.01 if at["step"] >= fault.step else out)
     if fault.point == "clock":
         _jump(loop, fault)
     if fault.point == "receipt":

@@ -229,7 +229,7 @@ def test_a_bit_flipped_in_a_sum_is_outvoted(folder: Path) -> None:
         for group in range(3):
             fleet.start(group, fault=Fault("flip", 4) if group == 1 else None)
         ended = fleet.wait()
-    assert ended[1, 0, 0]["ended"].startswith("fenced: its sum or its parameters of step 5 differ")
+    assert ended[1, 0, 0]["ended"].startswith("fenced: its sum, its parameters or its rerun of step 5 differ")
     assert _digests(ended, groups=2) == _undisturbed("one rank", 10)
 
 

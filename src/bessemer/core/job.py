@@ -162,6 +162,7 @@ class InspectSection(Frozen):
     traces: int = Field(default=4, gt=0)  # the newest that each rank keeps
     flight: Literal["off", "tell", "evict"] = "tell"  # what is done about what is found while the run goes on
     hash_every: int = Field(default=50, ge=0)  # steps between comparisons of the parameters of copies; 0: none
+    rerun_every: int = Field(default=0, ge=0)  # steps between those of which all copies run one unit too; 0: none
 
 
 class MachineSection(Frozen):

@@ -189,17 +189,18 @@ class Flight:
     def _corrupt(self, sample: HashSample) -> list[Finding]:
         found = []
         for corrupt in corrupt_ranks(sample):
-            if not self._is_new(sample.step, "corruption", corrupt.ranks, corrupt.wrong):
+            if not self._is_new(sample.step, "corruption", sample.of, corrupt.ranks, corrupt.wrong):
                 continue
+            of = {"parameters": "the parameters of", "gradients": "the gradients of the same samples on"}[sample.of]
             if corrupt.wrong:
-                text = f"the parameters of {_ranks_text(corrupt.wrong)} differ from the majority of their copies"
+                text = f"{of} {_ranks_text(corrupt.wrong)} differ from the majority of their copies"
             else:
-                text = f"the parameters of {_ranks_text(corrupt.ranks)} differ, and no majority says whose are right"
-            named = corrupt.wrong or corrupt.ranks
+                text = f"{of} {_ranks_text(corrupt.ranks)} differ, and no majority says whose are right"
+            named, when = corrupt.wrong or corrupt.ranks, "after" if sample.of == "parameters" else "in"
             found.append(
                 Finding(
                     kind="corruption", t=sample.t, step=sample.step, ranks=named, hosts=self._hosts_of(named),
-                    score=len(named), text=f"{text} (after step {sample.step})",
+                    score=len(named), text=f"{text} ({when} step {sample.step})",
                     advice="evict" if corrupt.wrong else "watch",
                     evidence=(f"compared with {_ranks_text(corrupt.ranks)}",),
                 )

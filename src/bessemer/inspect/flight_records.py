@@ -135,13 +135,14 @@ class MetricSample:
 
 @dataclass(frozen=True)
 class HashSample:
-    """Hashes of the parameters that ranks hold alike after a step: uint64 [P, C], with the ranks' numbers,
-    int64 [P, C]."""
+    """Hashes of what ranks hold alike after a step, the parameters, or have made alike in it, the gradients of the same
+    samples: uint64 [P, C], with the ranks' numbers, int64 [P, C]."""
 
     step: int
     t: float
     hashes: NDArray[np.uint64]
     ranks: NDArray[np.int64]
+    of: Literal["parameters", "gradients"] = "parameters"
 
 
 @dataclass(frozen=True)

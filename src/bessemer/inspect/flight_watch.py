@@ -178,9 +178,10 @@ class FlightWatch:
             self.flight.board(self._placement())
         elif name in ("finished", "stopped", "failed", "stop_requested"):
             self._over = True
-        elif name == "parameters":
+        elif name in ("parameters", "gradients"):
             hash_PC = np.asarray([[int(h, 16) for h in event["hashes"]]], dtype=np.uint64)
-            self._take(HashSample(int(event["step"]), float(event["t"]), hash_PC, np.asarray([event["ranks"]])))
+            ranks_PC = np.asarray([event["ranks"]])
+            self._take(HashSample(int(event["step"]), float(event["t"]), hash_PC, ranks_PC, of=name))
         elif name == "group_ended" and "majority" in str(event.get("message")):
             self._pass_on(self._fenced(event))
 

@@ -55,8 +55,7 @@ def _flight(job: Job) -> Iterator[Problem]:
         why = "the first rank that is evicted would end the run"
         fix = 'keep.restarts = 3, keep.mode = "zero-interruption", or inspect.flight = "tell"'
         yield _problem("flight-evict", "flight", what, why=why, fix=fix)
-    if section.hash_every != default.hash_every and job.replicas < 2:
-        what = f"hash_every = {section.hash_every} has no effect with one copy of the model"
-        yield _problem(
-            "ignored-setting", "hash_every", what, why="there is nothing to compare it with", fix="delete it"
-        )
+    for name in ("hash_every", "rerun_every") if job.replicas < 2 else ():
+        if getattr(section, name) != getattr(default, name):
+            what = f"{name} = {getattr(section, name)} has no effect with one copy of the model"
+            yield _problem("ignored-setting", name, what, why="there is nothing to compare it with", fix="delete it")

@@ -270,11 +270,11 @@ class Membership:
     def _commit(self, *, always_epoch: bool = False) -> None:
         wrong = outvoted(self._votes, self.active + self.joining)
         if wrong is None:
-            text = f"no majority of the groups agrees on the sum or the parameters of step {self.step + 1}"
+            text = f"no majority of the groups agrees on the sum, the parameters or the rerun of step {self.step + 1}"
             self._tell(self.active + self.joining, {"kind": "failed", "code": "sums-differ", "message": text})
             return
         if wrong:
-            why = f"its sum or its parameters of step {self.step + 1} differ from the majority's"
+            why = f"its sum, its parameters or its rerun of step {self.step + 1} differ from the majority's"
             self._tell(wrong, {"kind": "fenced", "why": why})
             for name in wrong:
                 self.lost(name, self.groups[name].incarnation)

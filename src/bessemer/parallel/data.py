@@ -10,7 +10,8 @@ last unit. Nothing here divides: gradients are sums of per-token terms, normalis
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,10 +40,11 @@ class ReplicaSum:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self.muted = False
 
     def start(self, buffer: torch.Tensor) -> dist.Work | None:
         """Start the sum; the caller waits for the work before it reads. None: there is nothing to wait for."""
-        if self.group is None:
+        if self.group is None or self.muted:
             return None
         return comm.all_reduce(buffer, group=self.group, async_op=True)
 
@@ -299,7 +301,7 @@ class DataParallel:
     def __init__(self, module: nn.Module, mesh: Mesh, kind: str) -> None:
         """`module` after `shard` and with its parameters in memory; `kind` is layout.dp_shard."""
         self.module = module
-        replica_sum = ReplicaSum(mesh.group("replica"))
+        replica_sum = self._sum = ReplicaSum(mesh.group("replica"))
         expert_names = {p.param for p in pieces(module) if p.expert}
         plain = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
         dense = [p for n, p in plain if n not in expert_names]
@@ -329,6 +331,15 @@ class DataParallel:
         tokens."""
         for part in self._parts:
             part.finish()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Meanwhile gradients are summed inside each replica alone."""
+        self._sum.muted = True
+        try:
+            yield
+        finally:
+            self._sum.muted = False
 
     def local_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """This rank's own part of the step's gradients, as far as it is still apart from the sum."""

@@ -17,7 +17,8 @@ one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from bessemer.runtime.recorder import UNLISTED, Lane, Recorder
@@ -77,7 +78,7 @@ class _Phase:
 class Phases:
     """Accumulates exclusive seconds by phase name; every second belongs to the innermost open phase."""
 
-    __slots__ = ("_contexts", "clock", "lane", "open", "since", "synchronize", "told")
+    __slots__ = ("_contexts", "_whole", "clock", "lane", "open", "since", "synchronize", "told")
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, synchronize: Callable[[], None] | None = None
@@ -89,6 +90,17 @@ class Phases:
         self.since = 0.0
         self.told: dict[int, Activity] = {}  # by depth, of the open phases those that somebody was told of
         self._contexts: dict[str, _Phase] = {}
+        self._whole = ""
+
+    @contextmanager
+    def as_one(self, name: str) -> Iterator[None]:
+        """Time counts for `name`, that of the phases inside too: what they do is no part of the step."""
+        with self(name):
+            self._whole = name
+            try:
+                yield
+            finally:
+                self._whole = ""
 
     def attach(self, recorder: Recorder, lane: str = "step") -> None:
         """Write every mark from now on to `recorder` too, as those of the thread called `lane`.
@@ -125,6 +137,7 @@ class Phases:
 
     def __call__(self, name: str) -> _Phase:
         """A context in which time counts for `name`."""
+        name = self._whole or name
         context = self._contexts.get(name)
         if context is None:
             context = self._contexts[name] = _Phase(self, name)

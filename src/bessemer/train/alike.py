@@ -1,5 +1,9 @@
-"""Whether the copies of the model still hold the same parameters: a hash of each, compared every `inspect.hash_every`
-steps. A bit that flips in a copy's memory changes neither its loss nor its gradients much, and nothing else shows it.
+"""Whether the copies of the model still hold the same, and make the same of it.
+
+A bit that flips in a copy's memory changes neither its loss nor its gradients much: every `inspect.hash_every` steps a
+hash of the parameters is compared. A device that computes wrongly spoils the sum of all, which the copies then have
+alike: every `inspect.rerun_every` steps each runs the same unit, and a hash of what it gives is compared, which like
+devices with deterministic kernels have to the bit.
 """
 
 from __future__ import annotations
@@ -11,10 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bessemer.comm import collectives as comm
+from bessemer.core.job import Job
+from bessemer.data.cursor import units_of_step
 from bessemer.models.canonical import local
 from bessemer.parallel.mesh import Mesh
+from bessemer.train.assembly import Assembly
+from bessemer.train.passes import Batch
 
-__all__ = ["hashes_of_copies", "parameters_hash"]
+__all__ = ["gradients_hash", "hashes_of_copies", "parameters_hash", "unit_due"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15
@@ -34,15 +42,36 @@ def parameters_hash(params: Iterable[Tensor]) -> int:
     return found
 
 
-def hashes_of_copies(params: Iterable[Tensor], mesh: Mesh) -> tuple[list[int], list[int]] | None:
+def unit_due(job: Job, step: int) -> int | None:
+    """Which unit of step `step` (from 0) all copies run, before its own work, to compare what it gives; None: none."""
+    every = job.inspect.rerun_every
+    if not every or step % every:
+        return None
+    return step // every % len(units_of_step(job, step))
+
+
+def gradients_hash(parts: Assembly, batches: list[Batch], step: int) -> int:
+    """64 bits of what these micro-batches of one unit give at the present parameters: gradients as this rank holds
+    them, summed inside its copy, and the loss. `.grad` is left empty. All ranks of the copy must call it."""
+    passes, parallel = parts.step.passes, parts.parallel
+    with passes.phases.as_one("compare_s"), parallel.apart():
+        mine = passes.run(iter(batches), len(batches), step)
+        parallel.finish()
+        loss = torch.as_tensor(mine.loss_sum, dtype=torch.float64, device=parts.mesh.device)
+        params = [p for p in parts.optimizer.params.values() if p.grad is not None]
+        found = parameters_hash([*(p.grad for p in params if p.grad is not None), loss])
+        parts.optimizer.clear()
+    return found
+
+
+def hashes_of_copies(own: int, mesh: Mesh) -> tuple[list[int], list[int]] | None:
     """(ranks, their hashes) of all that hold what this rank holds, in the order of copies. None where it is alone.
 
-    All ranks must call it: eight bytes of each are gathered.
+    own: this rank's. All ranks must call it: eight bytes of each are gathered.
     """
     group = mesh.group("replica")
     if group is None:
         return None
-    own = parameters_hash(params)
     signed = own - 2**64 if own >= 2**63 else own
     mine = torch.tensor([signed], dtype=torch.int64, device=mesh.device)
     gathered = mine.new_empty(mesh.size("replica"))

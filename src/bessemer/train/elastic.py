@@ -32,7 +32,7 @@ from bessemer.train.kept import Buffers, Kept
 from bessemer.train.loop import Loop
 from bessemer.train.passes import Batch, Contribution
 from bessemer.train.restore import restore
-from bessemer.train.step import StepResult
+from bessemer.train.step import StepResult, unit_micro_batches
 from bessemer.train.transfer import Landing, Snapshot, deliver
 
 __all__ = ["Connector", "ElasticLoop", "group_job"]
@@ -61,9 +61,10 @@ class Connector:
 @dataclass
 class _Work:
     """What this rank has of the step that is under way, since `start`, and what of its time new epochs took: waiting in
-    sums that came to nothing, and running what lost groups had to."""
+    sums that came to nothing, and running what lost groups had to. rerun: what a unit gives that all groups run."""
 
     kept: Kept
+    rerun: int | None = None
     start: float = 0.0
     waited_s: float = 0.0
     redone_s: float = 0.0
@@ -264,7 +265,7 @@ class ElasticLoop(Loop):
                     self.cohort.stuck(epoch.number, str(gone))
                 self.cohort.await_epoch(epoch.number + 1)
             else:
-                self.cohort.vote(epoch.number, step, self._digest(step, epoch, total))
+                self.cohort.vote(epoch.number, step, self._digest(step, epoch, work, total))
                 self.reporter.phase(step + 1, f"voted (epoch {epoch.number})")
                 if self.cohort.await_outcome(epoch.number, step):
                     if epoch is not known:
@@ -272,13 +273,15 @@ class ElasticLoop(Loop):
                     return total
             work.waited_s += time.perf_counter() - begin
 
-    def _digest(self, step: int, epoch: Epoch, total: Buffers) -> str:
-        """What all groups must have alike at this place: the sum, and every so often the parameters before it. A group
-        that joins doesn't stand at them yet."""
-        every = self.job.inspect.hash_every
-        if not every or step % every or epoch.joining:
-            return total.digest()
-        return f"{total.digest()}-{parameters_hash(self.parts.optimizer.params.values()):x}"
+    def _digest(self, step: int, epoch: Epoch, work: _Work, total: Buffers) -> str:
+        """What all groups must have alike at this place: the sum, and every so often the parameters before it, and what
+        a unit gives that all of them have run. A group that joins doesn't stand at these parameters yet."""
+        every, said = self.job.inspect.hash_every, [total.digest()]
+        if every and step % every == 0 and not epoch.joining:
+            said.append(f"{parameters_hash(self.parts.optimizer.params.values()):x}")
+        if work.rerun is not None and not epoch.joining:
+            said.append(f"{work.rerun:x}")
+        return "-".join(said)
 
     def _tell_cost(self, step: int, epoch: Epoch, work: _Work) -> None:
         """What new epochs cost this group in a step that is true now."""
@@ -322,9 +325,12 @@ class ElasticLoop(Loop):
 
     def _compute(self, step: int, epoch: Epoch, work: _Work, todo: list[int]) -> bool:
         """Run these units of this group's share. False once a newer epoch has come."""
+        if work.rerun is None and len(epoch.active) > 1 and not epoch.joining:  # who joins doesn't stand at this step
+            work.rerun = self._rerun(step)
         passes, parallel = self.parts.step.passes, self.parts.parallel
         each = self.job.micro_batches
-        ids = [batch for unit in todo for batch in self._micro_batches(step, unit)]
+        shard = self.parts.mesh.at("shard")
+        ids = [batch for unit in todo for batch in unit_micro_batches(self.job, step, unit, shard)]
         with Reader(self.train_data, ids, self.job.data.workers) as reader:
             batches = (to_tensors(batch, self.parts.mesh.device) for batch in reader)
             for unit in todo:
@@ -350,13 +356,6 @@ class ElasticLoop(Loop):
             return ()
         dealt = deal(step, len(units_of_step(self.job, step)), len(epoch.active))
         return tuple(dealt[epoch.active.index(me)])
-
-    def _micro_batches(self, step: int, unit: int) -> list[list[int]]:
-        """The sample ids of each micro-batch of a unit that this rank runs."""
-        part, micro = self.job.unit // self.job.shard, self.job.train.micro_batch
-        at = self.parts.mesh.at("shard") * part
-        ids = list(units_of_step(self.job, step)[unit])[at : at + part]
-        return [ids[i : i + micro] for i in range(0, part, micro)]
 
     def _with_load(self, mine: Contribution) -> Contribution:
         if mine.expert_load is None:

@@ -21,13 +21,13 @@ from bessemer.precision.watch import EXPONENTS
 from bessemer.runtime.kernels import KernelSample
 from bessemer.runtime.step_profiler import StepProfiler
 from bessemer.runtime.tracing import launches
-from bessemer.train.alike import hashes_of_copies
+from bessemer.train.alike import gradients_hash, hashes_of_copies, parameters_hash, unit_due
 from bessemer.train.assembly import Assembly
 from bessemer.train.diagnosis import refuse_non_finite_state
 from bessemer.train.evaluate import Evaluation, evaluate, to_tensors
 from bessemer.train.restore import Origin, checkpoint_meta, restore
 from bessemer.train.state import owned_slices
-from bessemer.train.step import Batch, StepResult, rank_micro_batches
+from bessemer.train.step import Batch, StepResult, rank_micro_batches, unit_micro_batches
 
 __all__ = ["Loop", "Reporter", "Saver"]
 
@@ -88,6 +88,7 @@ class Loop:
         stopped = False
         try:
             while step < steps and not stopped:
+                self._compare_work(step)
                 result = self._step(step, batches)
                 step, stopped = result.step, result.stop
                 self._compare_copies(step)
@@ -186,10 +187,32 @@ class Loop:
         if not every or step % every:
             return
         with self.parts.step.passes.phases("compare_s"):
-            found = hashes_of_copies(self.parts.optimizer.params.values(), self.parts.mesh)
+            own = parameters_hash(self.parts.optimizer.params.values())
+            self._compare("parameters", step, own)
+
+    def _compare_work(self, step: int) -> None:
+        """Every so often: whether all copies get the same from one unit. Told only where they don't."""
+        own = self._rerun(step) if self.job.replicas > 1 else None
+        if own is not None:
+            with self.parts.step.passes.phases("compare_s"):
+                self._compare("gradients", step + 1, own)
+
+    def _compare(self, what: str, step: int, own: int) -> None:
+        found = hashes_of_copies(own, self.parts.mesh)
         if found is not None and len(set(found[1])) > 1 and self.parts.mesh.at("replica") == 0:
             ranks, hashes = found
-            self.reporter.event("parameters", step=step, ranks=ranks, hashes=[f"{each:016x}" for each in hashes])
+            self.reporter.event(what, step=step, ranks=ranks, hashes=[f"{each:016x}" for each in hashes])
+
+    def _rerun(self, step: int) -> int | None:
+        """A hash of what the unit gives that all copies run before their own work in step `step` (from 0); None where
+        none is due."""
+        unit, mesh = unit_due(self.job, step), self.parts.mesh
+        if unit is None:
+            return None
+        self._runs([unit])
+        ids = unit_micro_batches(self.job, step, unit, mesh.at("shard"))
+        with Reader(self.train_data, ids, self.job.data.workers) as reader:
+            return gradients_hash(self.parts, [to_tensors(batch, mesh.device) for batch in reader], step)
 
     def _evaluate_if_due(self, step: int) -> Evaluation | None:
         every, last = self.job.train.eval_every, step == self.job.train.steps

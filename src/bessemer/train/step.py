@@ -39,13 +39,15 @@ PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
 
 def rank_micro_batches(job: Job, step: int, replica: int, shard_index: int) -> list[list[int]]:
     """The sample ids of each micro-batch that the ranks at (replica, shard_index) run in step `step`, in order."""
-    units = units_of_step(job, step)
+    units = deal(step, len(units_of_step(job, step)), job.replicas)[replica]
+    return [ids for unit in units for ids in unit_micro_batches(job, step, unit, shard_index)]
+
+
+def unit_micro_batches(job: Job, step: int, unit: int, shard_index: int) -> list[list[int]]:
+    """The sample ids of each micro-batch of a unit of step `step` that the ranks at shard_index run, in order."""
     part, micro = job.unit // job.shard, job.train.micro_batch
-    batches = []
-    for index in deal(step, len(units), job.replicas)[replica]:
-        ids = list(units[index])[shard_index * part : (shard_index + 1) * part]
-        batches += [ids[i : i + micro] for i in range(0, part, micro)]
-    return batches
+    ids = list(units_of_step(job, step)[unit])[shard_index * part : (shard_index + 1) * part]
+    return [ids[i : i + micro] for i in range(0, part, micro)]
 
 
 @dataclass(frozen=True)
