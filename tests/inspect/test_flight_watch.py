@@ -161,8 +161,9 @@ def test_what_copies_make_of_the_same_samples_is_compared(tmp_path: Path) -> Non
     run.event("parameters", step=51, ranks=[0, 1, 2, 3], hashes=["0f", "0f", "ff", "0f"])
     work, held = run.turn()
     assert work.kind == held.kind == "corruption" and work.ranks == (2,) and work.advice == "evict"
-    assert work.text == "the gradients of the same samples on rank 2 differ from the majority of their copies (in step 51)"
-    assert held.text == "the parameters of rank 2 differ from the majority of their copies (after step 51)"
+    whose = "rank 2 differ from the majority of their copies"
+    assert work.text == f"the gradients of the same samples on {whose} (in step 51)"
+    assert held.text == f"the parameters of {whose} (after step 51)"
 
 
 def test_a_group_that_the_vote_put_out_is_told(tmp_path: Path) -> None:
