@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +94,7 @@ def test_an_agent_that_hears_of_another_writer_hands_on_what_waits(
         def __init__(self, journal: HostJournal) -> None:
             self.journal, self.said = journal, []
             self.coordinators: Any = SimpleNamespace(say=lambda record: bool(self.said.append(record) or True))
-            self._active, self._kept = [], KeptMetrics()
+            self._active, self._kept, self._beside = [], KeptMetrics(), ExitStack()
             journal.send = self._send_record
 
     agent = Agent(host_journal(folder))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fake_ranks import job_in
@@ -14,6 +15,7 @@ from bessemer.core.errors import RequestError
 from bessemer.keep.claims import Claim, Claims
 from bessemer.keep.conclusion import Conclusion
 from bessemer.keep.desk import STANDBY_S, Desk
+from bessemer.keep.host_agent import HostAgent
 from bessemer.keep.host_journal import HostJournal
 from bessemer.keep.hosts import hosts_of_launch
 from bessemer.keep.hosts_coordinator import STRANDED_S, HostsCoordinator
@@ -191,6 +193,32 @@ def test_a_standby_is_asked_for_on_other_hosts_in_turn(tmp_path: Path) -> None:
     assert [len(office.heard(n, "stand_by")) for n in (0, 1, 2)] == [0, 1, 0]
     office.turn(standby=False, later_s=STANDBY_S + 1)
     assert office.heard(2, "stand_by") == [{"kind": "stand_by", "of": "tcp:one:1"}]
+
+
+def test_a_rank_that_is_to_go_is_looked_for_on_all_hosts(tmp_path: Path) -> None:
+    office = Office(tmp_path)
+    watching, _ = office.come(0), office.come(1)
+    office.desk.take(watching, {"kind": "evict", "rank": 3, "why": "it is slow"})
+    told = {"kind": "evict", "rank": 3, "why": "it is slow"}
+    assert office.heard(0, "evict") == office.heard(1, "evict") == [told]
+
+    ended: list[tuple[str, int]] = []
+
+    class Agent(HostAgent):
+        def __init__(self, name: str, *ranks: int) -> None:
+            self.ranks = {rank: RankState(rank) for rank in ranks}
+            self.coordinators: Any = SimpleNamespace(say=lambda record: office.desk.take(watching, record))
+            self.journal: Any = SimpleNamespace(event=lambda event, rank, why: ended.append((name, rank)), writes=True)
+            for state in self.ranks.values():
+                state.child = cast(Any, SimpleNamespace(signal=lambda number: None))
+
+    here, there = Agent("here", 0, 2), Agent("there", 1, 3)
+    here._evict(2, "it is slow")
+    here._evict(3, "it is slow")
+    assert office.heard(1, "evict") == [told, told] and ended == [("here", 2)]
+    for agent in (here, there):
+        agent._from_desk(told)
+    assert ended == [("here", 2), ("there", 3)]
 
 
 def test_an_agent_that_comes_late_hears_how_far_the_run_is(tmp_path: Path) -> None:

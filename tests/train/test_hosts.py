@@ -14,10 +14,12 @@ from train.host_runs import HostRun, host_job
 
 from bessemer.core.errors import RequestError
 from bessemer.inspect.chaos_hosts import Hosts, Namespaces
+from bessemer.inspect.chaos_target import child_running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 30
+WATCH = "bessemer.inspect.flight_watch"
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +102,13 @@ def test_a_host_that_sleeps_through_the_end_finds_that_the_run_is_over(base: Pat
 
 
 def test_the_first_host_dies_with_the_coordinator_and_comes_back(base: Path, undisturbed: bytes) -> None:
-    """The standby on the second host takes over, whose agent goes on with the records."""
+    """The standby on the second host takes over, whose agent goes on with the records and has the run watched."""
     with HostRun(host_job(base, "first", steps=STEPS, min_replicas=4), Hosts.on_loopback(2)) as run:
         _started(run)
+        assert [child_running(run.agents[n].pid, WATCH) is not None for n in (0, 1)] == [True, False]
         run.signal_host(0, signal.SIGKILL)
         run.until(lambda: run.events("took_over"), "the standby")
+        run.until(lambda: child_running(run.agents[1].pid, WATCH), "the watch")
         run.start(0)
         _ended(run, undisturbed, [0, 1])
         assert run.events("took_over")[0]["lost"] == [0, 2]

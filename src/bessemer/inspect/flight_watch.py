@@ -100,9 +100,11 @@ class FlightWatch:
         self._lease_s = EARLIER * (job.keep.lease_s or LEASE_S) / (2 if self._elastic else 1)  # there it's ended then
         events = list(self._events.new())
         start = max((at for at, event in enumerate(events) if event.get("event") == "start"), default=0)
+        self._catches_up = True
         self._begin(float(events[start]["t"]) if events else time.time())
         for event in events[start + 1 :]:
             self._on_event(event)
+        self._catches_up = False
 
     def _begin(self, start_t: float) -> None:
         """A new attempt, from `start_t` (unix seconds) on: nothing of the last one counts."""
@@ -156,6 +158,8 @@ class FlightWatch:
             self._pass_on(finding)
 
     def _pass_on(self, finding: Finding) -> None:
+        if self._catches_up:  # another watch has told it, on a host that wrote before
+            return
         if finding.kind == "slow_rank" and self.job.layout.ep > 1:
             finding = replace(finding, advice="watch", text=f"{finding.text}; its experts may just be fuller")
         self._tell(finding)

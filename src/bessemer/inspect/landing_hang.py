@@ -18,8 +18,10 @@ __all__ = ["Hang", "doing_text", "find_hang"]
 LATE_S = 30.0
 """A rank that comes so long after all others held them up. Clocks of hosts differ by far less."""
 
-_Place = tuple[str, tuple[int, ...], int]
-"""A collective as all its ranks know it: the group's name and ranks, and its order there."""
+_Place = tuple[int, int]
+"""A collective as all its ranks know it: the group, as `_Groups` counts them, and its order there."""
+LINES = 8
+"""Of evidence about ranks that wait: a fleet has thousands, which say the same."""
 _Way = tuple[str, int] | None
 """Of messages: whether they are sent or received, and the other end. None for collectives."""
 
@@ -47,33 +49,33 @@ def find_hang(boxes: Sequence[Blackbox]) -> Hang | None:
     if not waits:
         return None
     since_t = min(by_rank[rank].wall_s(_since_s(operation)) for rank, operation in waits.items())
-    odd = _odd(waits, boxes)
+    groups = _Groups()
+    odd = _odd(waits, boxes, groups)
     if odd is not None:  # whatever else waits, it is because of that
-        lines = [
-            _waiting_text(by_rank[r], op, []) for r, op in sorted(waits.items(), key=lambda item: item[0] not in odd)
-        ]
-        return Hang("differs", odd, tuple(sorted(waits)), since_t, tuple(lines[:8]))
-    progress = _Progress(by_rank)
+        first = sorted(waits, key=lambda rank: (rank not in odd, rank))[:LINES]
+        lines = tuple(_waiting_text(by_rank[r], waits[r], []) for r in first)
+        return Hang("differs", odd, tuple(sorted(waits)), since_t, lines)
+    progress = _Progress(by_rank, groups)
     missing = {rank: progress.missing(rank, operation) for rank, operation in waits.items()}
     shared = {id(of): of for of in missing.values()}  # those that wait for the same have the same list
     absent = sorted({who for of in shared.values() for who in of if who not in waits})
     if absent:
-        first = sorted(
+        held = sorted(
             (by_rank[r].wall_s(_since_s(op)), len(op.group.ranks), r) for r, op in waits.items() if missing[r]
         )
-        lines = [_waiting_text(by_rank[r], waits[r], missing[r]) for _, _, r in first[:8]]
+        lines = tuple(_waiting_text(by_rank[r], waits[r], missing[r]) for _, _, r in held[:LINES])
         doing = [doing_text(by_rank.get(rank), rank) for rank in absent]
-        at = next(_what(waits[r]) for _, _, r in first if absent[0] in missing[r])
+        at = next(_what(waits[r]) for _, _, r in held if absent[0] in missing[r])
         return Hang("absent", tuple(absent), tuple(sorted(waits)), since_t, (*doing, *lines), at)
-    lines = [_waiting_text(by_rank[r], op, missing[r]) for r, op in sorted(waits.items())]
+    lines = tuple(_waiting_text(by_rank[r], waits[r], missing[r]) for r in sorted(waits)[:LINES])
     if any(missing.values()):
-        return Hang("order", _elsewhere(waits), tuple(sorted(waits)), since_t, tuple(lines[:8]))
+        return Hang("order", _elsewhere(waits, groups), tuple(sorted(waits)), since_t, lines)
     late = _late(waits, by_rank)
     if late is not None:
         rank, late_s = late
         came = f"rank {rank} came to {_what(waits[rank])} only {late_s:.0f} s after the others"
-        return Hang("absent", (rank,), tuple(sorted(set(waits) - {rank})), since_t, (came, *lines[:8]))
-    return Hang("stuck", (), tuple(sorted(waits)), since_t, tuple(lines[:8]))
+        return Hang("absent", (rank,), tuple(sorted(set(waits) - {rank})), since_t, (came, *lines))
+    return Hang("stuck", (), tuple(sorted(waits)), since_t, lines)
 
 
 def _waits(box: Blackbox) -> Operation | None:
@@ -86,24 +88,42 @@ def _since_s(operation: Operation) -> float:
     return operation.enqueue_s if operation.wait_s is None else operation.wait_s
 
 
+class _Groups:
+    """Groups, of which each box has its own, by number: those of one name and the same ranks have the same. A group may
+    be of thousands of ranks, and is named in every operation: its ranks are sorted and compared once a box."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._known: dict[int, int] = {}  # the same by the identity of a group, which its box keeps alive
+
+    def of(self, operation: Operation) -> int:
+        group = operation.group
+        known = self._known.get(id(group))
+        if known is None:
+            name = group.name, tuple(sorted(group.ranks))
+            known = self._known[id(group)] = self._names.setdefault(name, len(self._names))
+        return known
+
+    def place(self, operation: Operation) -> _Place:
+        return self.of(operation), operation.order
+
+
 class _Progress:
     """How far each rank has come in each group. Read from the boxes once, since every rank of a fleet may ask."""
 
-    def __init__(self, boxes: dict[int, Blackbox]) -> None:
-        self._boxes = boxes
-        self._names: dict[tuple[str, tuple[int, ...]], int] = {}  # by which a group is the same in all boxes
-        self._known: dict[int, int] = {}  # the same by the identity of a group, which its box keeps alive
+    def __init__(self, boxes: dict[int, Blackbox], groups: _Groups) -> None:
+        self._boxes, self._groups = boxes, groups
         self._last: dict[tuple[int, _Way, int], tuple[int, int]] = {}
         self._missing: dict[tuple[int, int], list[int]] = {}
         for rank, box in boxes.items():
             for o in box.operations:
-                key = self._name(o), None if o.peer is None else (o.operation, o.peer), rank
+                key = groups.of(o), None if o.peer is None else (o.operation, o.peer), rank
                 # of a group that was made anew, whose order starts again, only the newest counts
                 self._last[key] = max(self._last.get(key, (0, 0)), (o.group.number, o.order))
 
     def missing(self, rank: int, operation: Operation) -> list[int]:
         """The ranks of an operation at which `rank` waits that haven't come to it."""
-        group = self._name(operation)
+        group = self._groups.of(operation)
         if operation.peer is not None:
             other_end = {"send": "recv", "recv": "send"}[operation.operation]
             come = self._come(group, (other_end, rank), operation.peer)
@@ -121,13 +141,6 @@ class _Progress:
             return math.inf  # its ring has lost them: nothing is known
         return 0 if last is None else last[1]
 
-    def _name(self, operation: Operation) -> int:
-        group = operation.group
-        if id(group) not in self._known:
-            name = group.name, tuple(sorted(group.ranks))
-            self._known[id(group)] = self._names.setdefault(name, len(self._names))
-        return self._known[id(group)]
-
 
 def _late(waits: dict[int, Operation], by_rank: dict[int, Blackbox]) -> tuple[int, float] | None:
     """(rank, seconds) of the one that came to the operation long after all others, so that they gave up."""
@@ -137,21 +150,19 @@ def _late(waits: dict[int, Operation], by_rank: dict[int, Blackbox]) -> tuple[in
     return came[-1][1], came[-1][0] - came[-2][0]
 
 
-def _odd(waits: dict[int, Operation], boxes: Sequence[Blackbox]) -> tuple[int, ...] | None:
+def _odd(waits: dict[int, Operation], boxes: Sequence[Blackbox], groups: _Groups) -> tuple[int, ...] | None:
     """Whether ranks have come to an operation at which one waits for different things: those that did otherwise than
     most, none where there is no strict majority; None where all did alike."""
     places: dict[_Place, dict[tuple[str, int, str], list[int]]] = {
-        _place(o): {} for o in waits.values() if o.peer is None
+        groups.place(o): {} for o in waits.values() if o.peer is None
     }  # fmt: skip
     for box in boxes:
         latest: dict[_Place, Operation] = {}
         for o in box.operations:
-            place = _place(o)
-            if (
-                o.peer is None
-                and place in places
-                and (place not in latest or latest[place].group.number <= o.group.number)
-            ):
+            place = groups.place(o)
+            if o.peer is not None or place not in places:
+                continue
+            if place not in latest or latest[place].group.number <= o.group.number:
                 latest[place] = o  # of a group that was made anew the orders come again
         for place, o in latest.items():
             size = 0 if o.operation == "all_to_all" else o.size_bytes  # there each rank has its own
@@ -164,19 +175,16 @@ def _odd(waits: dict[int, Operation], boxes: Sequence[Blackbox]) -> tuple[int, .
     return None
 
 
-def _elsewhere(waits: dict[int, Operation]) -> tuple[int, ...]:
+def _elsewhere(waits: dict[int, Operation], groups: _Groups) -> tuple[int, ...]:
     """Those that belong to the operation at which most wait, and wait at another; none without a strict majority."""
     at: dict[_Place, list[int]] = {}
     for rank, operation in sorted(waits.items()):
         if operation.peer is None:
-            at.setdefault(_place(operation), []).append(rank)
-    place, most = max(at.items(), key=lambda item: len(item[1]), default=(("", (), 0), []))
-    of_group = [r for r in sorted(waits) if r in place[1]]
+            at.setdefault(groups.place(operation), []).append(rank)
+    most = max(at.values(), key=len, default=[])
+    ranks = set(waits[most[0]].group.ranks) if most else set()
+    of_group = [r for r in sorted(waits) if r in ranks]
     return tuple(r for r in of_group if r not in most) if 2 * len(most) > len(of_group) else ()
-
-
-def _place(operation: Operation) -> _Place:
-    return operation.group.name, tuple(sorted(operation.group.ranks)), operation.order
 
 
 def _waiting_text(box: Blackbox, operation: Operation, missing: list[int]) -> str:

@@ -3,11 +3,13 @@ started, and what one says that holds for all is told to all.
 
     agent -> hello{..., number, token, newest, wrote}
              record{of, record}   stop{signal}   give_up{why}   standings{due, standings}   done{}   concluded{}
+             evict{rank, why}
     agent <- welcome{newest, begun, term, step, members} or refused{code, message, fix}
              write{begun}     this one writes the records from now on     resend{}     another one does
              record{of, record}     of another host, to the one that writes
              stand_by{of}     start a standby of the coordinator at that address
              stop{signal}   give_up{why}   alive{}   lose{standing}
+             evict{rank, why}     whoever has it
              last{}     all others are done     over{}     the one that writes is, too
 
 newest: the highest number that a group of that host has had. standings: so far are that host's members while no step
@@ -119,6 +121,9 @@ class Desk:
             standings = [Standing(*standing) for standing in record["standings"]]
             host.standings = time.monotonic() + STANDING_S, bool(record["due"]), standings
             self._settle_standstill()
+        elif kind == "evict":
+            for other in list(self.hosts):
+                self.send(other, {"kind": "evict", "rank": int(record["rank"]), "why": str(record["why"])})
         elif kind == "done":
             host.done = True
         elif kind == "concluded":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from bessemer.core.errors import DataError, PeerLost, RequestError, RunFolderError
@@ -51,6 +51,7 @@ class HostAgent(ElasticAgent):
         self._alone = False  # all others are done
         self._over = False  # the one that writes has said its last word
         self._elsewhere = False  # the run may go on without this host, which can't
+        self._beside, self._watches = ExitStack(), False  # what runs beside the agent that writes
         super().__init__(*args)
         self._incarnation = int(time.time() * 10) & 0x7FFFFFFF
         self._names = hosts.number
@@ -147,11 +148,14 @@ class HostAgent(ElasticAgent):
             raise kinds.get(record["code"], RequestError)(record["message"], code=record["code"], fix=record["fix"])
         elif kind == "write":
             self.journal.printer.quiet = self.options.quiet
+            if not self._watches:
+                self._watches = True
+                self._beside.enter_context(self.options.beside(self.folder.path, self.place / "agent"))
             self.journal.begin(begun=bool(record["begun"]))
             ElasticAgent._tell_where(self)
             self._tell_kept()
         elif kind == "resend":
-            self.journal.cease()
+            self._cease()
             self.journal.hand_on()
             self._tell_kept()
         elif kind == "record" and self.journal.writes:
@@ -165,6 +169,8 @@ class HostAgent(ElasticAgent):
         elif kind == "give_up" and not self._failing and not self.reception.stopping:
             self._elsewhere = bool(record.get("elsewhere"))
             self._give_up(record["why"])
+        elif kind == "evict" and int(record["rank"]) in self.ranks:
+            self._evict(int(record["rank"]), str(record["why"]))
         elif kind == "lose":
             for standing in self._standings(time.monotonic()):
                 if [standing.group, *standing.at] == record["standing"]:  # it still is where it was
@@ -188,16 +194,29 @@ class HostAgent(ElasticAgent):
 
     def _give_up(self, why: str) -> None:
         if self._elsewhere:
-            self.journal.cease()  # another agent writes the records of the run that goes on
+            self._cease()  # another agent writes the records of the run that goes on
         self._failing = True
         self._killed = self._killed or why
         self._later(0.0, lambda: self._signal_rest(signal.SIGKILL))
 
     def _part(self) -> None:
         """From the coordinator: what this host knows of the run is of yesterday."""
-        self.journal.cease()
+        self.journal.cease()  # what runs beside goes on: mostly this agent writes again
         self.coordinators.drop_link()
         self._seeking = True
+
+    def _cease(self) -> None:
+        """Another agent writes, and has the run watched."""
+        self._beside.close()
+        self._watches = False
+        self.journal.cease()
+
+    def _evict(self, rank: int, why: str) -> None:
+        """The watch sees the ranks of all hosts."""
+        if rank in self.ranks:
+            super()._evict(rank, why)
+        else:
+            self.coordinators.say({"kind": "evict", "rank": rank, "why": why})
 
     def _was_silent(self) -> bool:
         """Whether this agent stood still for so long that its host may have been given up; then it parts."""
@@ -329,6 +348,7 @@ class HostAgent(ElasticAgent):
             self._turn(wishes)
 
     def _clear(self) -> None:
+        self._beside.close()
         if self._over:
             self.coordinators.let_end(2 * PARTING_S)
         super()._clear()

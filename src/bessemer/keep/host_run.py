@@ -11,7 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from bessemer.core.errors import PeerLost, RequestError
@@ -67,12 +67,7 @@ def run_on_host(job: Job, options: Options, hosts: Hosts) -> int:
                     options.prepare(printer)
             if wishes.names:
                 return 3
-            beside = options.beside if founds else lambda folder, agent: nullcontext()
-            with (
-                _workplace(folder, hosts) as place,
-                give_signs(folder.path, hosts.number),
-                beside(folder.path, place / "agent"),
-            ):
+            with _workplace(folder, hosts) as place, give_signs(folder.path, hosts.number):
                 return HostAgent(hosts, founds, folder, journal, options, place, lock if founds else None).run()
         finally:
             journal.close()

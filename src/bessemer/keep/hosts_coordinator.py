@@ -46,7 +46,7 @@ STRANDED_S = 120.0
 """How long a coordinator to which no group has come that holds the state, or that another one has forestalled, waits
 until the run is whole again; then it gives up, so that the launcher starts what it leads anew."""
 _LOOK_S = 1.0
-_OF_THE_DESK = ("record", "stop", "give_up", "standings", "done", "concluded")
+_OF_THE_DESK = ("record", "stop", "give_up", "standings", "evict", "done", "concluded")
 
 
 class HostsCoordinator(Coordinator):
