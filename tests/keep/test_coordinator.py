@@ -272,6 +272,29 @@ def test_what_happens_while_no_agent_is_there_is_told_to_the_next_one(folder: Pa
         coordinator.close()
 
 
+@pytest.mark.parametrize(("epoch", "heard"), [(3, "commit"), (2, "fenced")])
+def test_after_the_last_commit_a_group_of_its_epoch_is_believed_and_no_other(
+    folder: Path, epoch: int, heard: str
+) -> None:
+    """One that was lost before, and stood one step before the end, has another state."""
+    known = Decision(term=1, epoch=3, step=10, replicas=2, active=(0, 2))
+    m = Membership(replicas=2, block=1, steps=10, units_of=lambda step: UNITS)
+    coordinator = Coordinator(listen_at(f"unix:{folder}/c"), m, secret=SECRET, lease_s=0.01, takes_over=known)
+    try:
+        _until(lambda: coordinator.turn(0.01) or coordinator.finished)
+        with connect(f"unix:{folder}/c", 5.0) as link:
+            coordinator.turn(0.1)
+            frames = Frames()
+            hello = {"kind": "hello", "role": "rank", "group": 2, "incarnation": 0, "place": 0, "host": "a", "step": 9}
+            hello |= {"address": "", "term": 1, "epoch": epoch, "state": "active", "share": [], "leaving": False}
+            shown = proof(SECRET, await_challenge(link, frames)["nonce"])
+            link.sendall(pack(hello | {"proof": shown}))
+            coordinator.turn(1.0)
+            assert [record["kind"] for record in frames.feed(link.recv(1 << 16))][:1] == [heard]
+    finally:
+        coordinator.close()
+
+
 def test_a_number_of_groups_that_is_wished_for_is_a_decision_before_anybody_hears_of_it(folder: Path) -> None:
     """So that who wished for it needn't say it again to a later coordinator, when something else may be wished for."""
     serving = Serving(f"unix:{folder}/c", log=DecisionLog(folder / "log", anew=True))

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -322,3 +323,26 @@ def test_a_port_in_use_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(RequestError, match=f"port {port} of this host is in use") as caught:
             rendezvous(member)
         assert caught.value.code == "port-in-use"
+
+
+def test_a_socket_that_can_be_seen_can_be_connected_to() -> None:
+    """Between `bind` and `listen` a socket has a name and refuses: who waited for the name was refused now and then."""
+    for _ in range(100):
+        with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+            path, come = Path(folder) / "s", []  # type: Path, list[bool]
+
+            def connect_at_once(path: Path = path, come: list[bool] = come) -> None:
+                while not path.exists():
+                    pass
+                with socket.socket(socket.AF_UNIX) as link:
+                    link.connect(str(path))
+                    come.append(True)
+
+            other = threading.Thread(target=connect_at_once)
+            other.start()
+            with listen(path):
+                other.join(60)
+                assert come
+                with pytest.raises(FileExistsError):
+                    listen(path)
+                assert [found.name for found in Path(folder).iterdir()] == ["s"]

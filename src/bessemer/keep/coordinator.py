@@ -195,9 +195,9 @@ class Coordinator(Switchboard):
             return
         if self._takeover is not None and int(record["term"]) >= self.membership.term:
             self.membership.term = self._later(int(record["term"]))
-        seat, step = (group, place), record["step"]
-        known = self.membership.groups.get(group)
-        last = self.finished and record["state"] == "active" and int(step) >= self.membership.steps - 1
+        seat, step, m = (group, place), record["step"], self.membership
+        known, holds = m.groups.get(group), record["state"] == "active" and epoch >= m.epoch
+        last = self.finished and holds and int(step) >= m.steps - 1
         fresh = self._takeover is None and not last  # else it comes from the coordinator before this one
         if fresh and (seat in self._ranks or epoch or (known and known.incarnation != incarnation)):
             why = f"group {group} is no part of the run any more"

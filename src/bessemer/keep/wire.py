@@ -78,11 +78,20 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening Unix socket at `path`, which must not exist yet."""
+    """A listening Unix socket at `path`, which must not exist yet (FileExistsError). Whoever sees it may connect: it
+    gets that name once it listens."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.setblocking(False)
-    server.bind(str(path))
-    server.listen(128)
+    aside = path.with_name(f"{path.name}.{os.getpid() % 100_000}")
+    server.bind(str(aside))
+    try:
+        server.listen(128)
+        os.link(aside, path)
+    except OSError:
+        server.close()
+        raise
+    finally:
+        aside.unlink()
     return server
 
 
