@@ -21,7 +21,7 @@ from bessemer.inspect.flight import Flight
 from bessemer.inspect.flight_meter import RankMeter, RankStep
 from bessemer.inspect.flight_records import Finding, Placement, Standstill
 from bessemer.inspect.flight_standstill import across_groups, is_stopped, python_stack
-from bessemer.inspect.flight_watch import FlightWatch, Lines, _row
+from bessemer.inspect.flight_watch import FlightWatch, _row
 from bessemer.inspect.landing import read_landing
 from bessemer.inspect.landing_hang import find_hang
 from bessemer.inspect.problems import problems
@@ -55,20 +55,6 @@ class Run:
         self.told.clear()
         self.watch.turn(time.monotonic())
         return list(self.told)
-
-
-def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    lines = Lines(path)
-    assert list(lines.new()) == []
-    path.write_text('{"a": 1}\n{"a": ')
-    assert list(lines.new()) == [{"a": 1}]
-    with path.open("a") as file:
-        file.write('2}\nnot a record\n{"a": 3}\n')
-    assert list(lines.new()) == [{"a": 2}, {"a": 3}]
-    path.with_suffix(".new").write_text('{"a": 4}\n')
-    path.with_suffix(".new").replace(path)  # as metrics are cut back to a checkpoint
-    assert list(lines.new()) == [{"a": 4}]
 
 
 def test_metrics_and_hashes_become_findings(tmp_path: Path) -> None:

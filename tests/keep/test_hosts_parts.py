@@ -20,16 +20,18 @@ from bessemer.keep.host_journal import HostJournal
 from bessemer.keep.hosts import hosts_of_launch
 from bessemer.keep.hosts_coordinator import STRANDED_S, HostsCoordinator
 from bessemer.keep.launch import Launch
-from bessemer.keep.links import listen_at
+from bessemer.keep.links import await_challenge, connect, listen_at, proof
 from bessemer.keep.membership import Membership
 from bessemer.keep.progress import Printer
 from bessemer.keep.reception import RankState
+from bessemer.keep.records import NewRecords
 from bessemer.keep.run_folder import RunFolder
 from bessemer.keep.signs import Signs, give_signs
-from bessemer.keep.standstill import behind, standings_of
+from bessemer.keep.standstill import Standing, behind, standings_of
 from bessemer.keep.starter import Group
 from bessemer.keep.step_times import StepTimes
 from bessemer.keep.takeover import Decision
+from bessemer.keep.wire import Frames, pack
 
 
 def launch(**fields: Any) -> Launch:
@@ -104,11 +106,64 @@ def test_a_coordinator_that_can_not_go_on_gives_up_in_the_end(tmp_path: Path, ho
         for at_s, told in ((0.0, 0), (STRANDED_S - 1, 0), (STRANDED_S + 1, 1)):
             coordinator._check_stranded(1000.0 + at_s)
             assert [r["kind"] for r in said] == ["give_up"] * told
-        coordinator._conclusion = Conclusion(1, [0], told=True)
+        coordinator._conclusion = Conclusion(1, 3, [0], told=True)
         coordinator._check_stranded(3000.0)
         assert len(said) == 1
     finally:
         coordinator.close()
+
+
+def test_after_the_last_commit_agents_are_told_which_groups_hold_its_state(tmp_path: Path) -> None:
+    """By a coordinator that took over before any of them came: an agent ends those that are not among them."""
+    (tmp_path / "run.json").write_text('{"token": "t"}')
+    membership = Membership(replicas=2, block=1, steps=7, units_of=lambda step: 4)
+    desk = Desk(1, "", tmp_path, 1.0)
+    known = Decision(term=1, epoch=3, step=7, replicas=2, active=(0, 2))
+    addresses = ("unix:/nowhere/0", "unix:/nowhere/1")
+    server = listen_at("tcp:127.0.0.1:0")
+    coordinator = HostsCoordinator(server, membership, desk, addresses, secret="s", takes_over=known)
+    try:
+        coordinator.turn(0.0)
+        assert coordinator.finished and not coordinator.membership.active
+        with connect(f"tcp:127.0.0.1:{server.getsockname()[1]}", 5.0) as link:
+            coordinator.turn(1.0)
+            frames = Frames()
+            shown = proof("s", await_challenge(link, frames)["nonce"])
+            hello = {"host": "h", "number": 0, "token": "t", "newest": 2, "wrote": True}
+            link.sendall(pack({"kind": "hello", "role": "agent", "proof": shown} | hello))
+            coordinator.turn(1.0)
+            (welcome,) = (r for r in frames.feed(link.recv(1 << 16)) if r["kind"] == "welcome")
+        assert welcome["step"] == 7 and welcome["members"] == [[0, 2], []]
+    finally:
+        coordinator.close()
+
+
+def test_a_host_that_was_away_reads_that_the_run_has_ended(tmp_path: Path) -> None:
+    """Of this attempt: what stands in the records from before it doesn't count."""
+    path, dismissed = tmp_path / "events.jsonl", []  # type: Path, list[bool]
+    path.write_text('{"event":"stopped"}\n')
+
+    class Agent(HostAgent):
+        def __init__(self) -> None:
+            self._finished = self._over = self._failing = False
+            self._welcome, self._active, self._end_at = {"begun": True}, [1], 0.0
+            self.reception: Any = SimpleNamespace(stopping=False)
+            self._progress = StepTimes(step=3, last=time.monotonic() - 60.0)
+            self._events = NewRecords(path, from_end=True)
+
+        def _standings(self, now: float) -> list[Standing]:
+            return []
+
+        def _dismiss_spares(self) -> None:
+            dismissed.append(True)
+
+    agent = Agent()
+    agent._watch_progress(time.monotonic())
+    assert not agent._over and not dismissed
+    with path.open("a") as file:
+        file.write('{"event":"saved"}\n{"event":"finished"}\n{"event":"arrived"}\n')
+    agent._watch_progress(time.monotonic() + 60.0)
+    assert agent._finished and agent._over and not agent._active and dismissed
 
 
 # ---- signs of life
@@ -176,6 +231,16 @@ def test_one_agent_writes_and_gets_what_others_say(tmp_path: Path) -> None:
     assert office.heard(0, "write") == [{"kind": "write", "begun": True}]
 
 
+def test_one_that_wrote_before_and_comes_back_hears_of_the_other(tmp_path: Path) -> None:
+    """It was silent while another was appointed: else it would have the run watched beside that one."""
+    office = Office(tmp_path)
+    office.come(0)
+    office.turn(later_s=2.0)
+    assert office.heard(0, "write") and not office.heard(0, "resend")
+    office.come(1, wrote=True)
+    assert office.heard(1, "resend") and not office.heard(1, "write")
+
+
 def test_an_agent_of_another_run_folder_is_refused(tmp_path: Path) -> None:
     office = Office(tmp_path)
     stranger = office.come(1, token="other")
@@ -207,7 +272,7 @@ def test_a_rank_that_is_to_go_is_looked_for_on_all_hosts(tmp_path: Path) -> None
     class Agent(HostAgent):
         def __init__(self, name: str, *ranks: int) -> None:
             self.ranks = {rank: RankState(rank) for rank in ranks}
-            self.coordinators: Any = SimpleNamespace(say=lambda record: office.desk.take(watching, record))
+            self.coordinators: Any = SimpleNamespace(tell=lambda about, record: office.desk.take(watching, record))
             self.journal: Any = SimpleNamespace(event=lambda event, rank, why: ended.append((name, rank)), writes=True)
             for state in self.ranks.values():
                 state.child = cast(Any, SimpleNamespace(signal=lambda number: None))

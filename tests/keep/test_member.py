@@ -332,7 +332,8 @@ def test_a_socket_that_can_be_seen_can_be_connected_to() -> None:
             path, come = Path(folder) / "s", []  # type: Path, list[bool]
 
             def connect_at_once(path: Path = path, come: list[bool] = come) -> None:
-                while not path.exists():
+                deadline = time.monotonic() + 60
+                while not path.exists() and time.monotonic() < deadline:
                     pass
                 with socket.socket(socket.AF_UNIX) as link:
                     link.connect(str(path))

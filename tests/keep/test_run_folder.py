@@ -114,17 +114,6 @@ def test_the_newest_saved_step_is_by_number_and_needs_its_manifest(tmp_path: Pat
     assert folder.newest_saved() == (10, folder.checkpoints / "step-10")
 
 
-def test_the_newest_attempt_has_ended_when_its_events_say_so(tmp_path: Path) -> None:
-    folder = RunFolder(job_in(tmp_path))
-    assert folder.end_of_attempt() == ""
-    folder.path.mkdir(parents=True)
-    said = []
-    for event, end in (("start", ""), ("saved", ""), ("finished", "finished"), ("arrived", "finished"), ("start", "")):
-        said.append(f'{{"event":"{event}"}}\n')
-        folder.events_file.write_text("".join(said))
-        assert folder.end_of_attempt() == end
-
-
 def test_a_lock_is_exclusive_and_names_its_holder(tmp_path: Path) -> None:
     first, second = RunFolder(job_in(tmp_path)), RunFolder(job_in(tmp_path))
     first.lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from train.faults import Fault
 from train.fleet import Fleet
 from train.loops import rank_main, small_job, train
 from train.test_elastic import LAYOUTS, _digests, _job, _undisturbed
-from train.toy import MIXTRAL
+from train.toy import MIXTRAL, toy_job
 
 from bessemer.core.job import Job
+from bessemer.train.loop import Loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -48,6 +50,22 @@ def test_what_is_run_again_leaves_no_trace(tmp_path: Path, shape: str) -> None:
         for name, tensor in before["state"].items():
             assert torch.equal(tensor, after["state"][name]), name
         assert not [e for e in after["events"] if e["event"] in ("gradients", "parameters")]
+
+
+def test_who_has_no_other_copy_compares_nothing() -> None:
+    """A single copy, or a group that may be lost, which votes: neither reads its parameters for nothing."""
+
+    class Alone(Loop):
+        job = toy_job(inspect={"hash_every": 1, "rerun_every": 1})
+
+        def __init__(self) -> None:
+            self.parts: Any = SimpleNamespace(mesh=SimpleNamespace(group=lambda name: None))
+
+        def _rerun(self, step: int) -> int | None:
+            raise AssertionError("it was run")
+
+    Alone()._compare_copies(1)
+    Alone()._compare_work(1)
 
 
 def a_wrong_device(rank: int, world: int, job: Job, socket: str, stop_at: int | None) -> dict[str, Any]:

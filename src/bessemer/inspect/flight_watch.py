@@ -1,4 +1,4 @@
-"""Watches a run of this host while it goes on: reads what it writes, and tells the agent what it finds.
+"""Watches a run while it goes on, from one of its hosts: reads what it writes, and tells the agent what it finds.
 
     python -m bessemer.inspect.flight_watch --run runs/NAME --agent SOCKET
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import select
@@ -41,6 +40,7 @@ from bessemer.inspect.flight_records import (
 )
 from bessemer.inspect.flight_standstill import across_groups, is_stopped, python_stack
 from bessemer.keep.process import usable_cores
+from bessemer.keep.records import NewRecords
 from bessemer.keep.step_times import StepTimes
 from bessemer.keep.wire import pack
 from bessemer.runtime.blackbox import read_blackboxes
@@ -60,32 +60,6 @@ CONNECT_S = 30.0
 KEPT_LENGTHS = 200
 
 
-class Lines:
-    """The new records of a .jsonl file that grows, or is replaced by a shorter one; half a line waits for its end."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._at, self._inode = 0, -1
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        try:
-            status = self.path.stat()
-        except OSError:
-            return
-        if status.st_ino != self._inode or status.st_size < self._at:
-            self._at, self._inode = 0, status.st_ino
-        if status.st_size == self._at:
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._at)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._at += len(line)
-                with contextlib.suppress(ValueError):  # damage is for the ledger to report
-                    yield json.loads(line)
-
-
 class FlightWatch:
     """The watch of one run. `tell` hears each finding, `evict` each rank that policy and finding say should go."""
 
@@ -96,9 +70,9 @@ class FlightWatch:
         self._tell, self._evict = tell, evict
         self._elastic = job.keep.mode == "zero-interruption"
         self._block = job.layout.world_size // job.replicas
-        self._metrics, self._events = Lines(folder / "metrics.jsonl"), Lines(folder / "events.jsonl")
+        self._metrics, self._events = (NewRecords(folder / "metrics.jsonl"), NewRecords(folder / "events.jsonl"))
         self._lease_s = EARLIER * (job.keep.lease_s or LEASE_S) / (2 if self._elastic else 1)  # there it's ended then
-        events = list(self._events.new())
+        events = list(self._events.read())
         start = max((at for at, event in enumerate(events) if event.get("event") == "start"), default=0)
         self._catches_up = True
         self._begin(float(events[start]["t"]) if events else time.time())
@@ -137,7 +111,7 @@ class FlightWatch:
 
     def turn(self, now_s: float) -> None:
         """Take in what is new everywhere."""
-        for event in self._events.new():
+        for event in self._events.read():
             self._on_event(event)
         for number in self.flight.placement.ranks.tolist():
             path = self.folder / "blackbox" / f"rank-{number}"
@@ -180,6 +154,8 @@ class FlightWatch:
             self._active = [int(group) for group in event["active"]]
             self._times.last = time.monotonic()
             self.flight.board(self._placement())
+        elif name == "evicted" and self._catches_up:
+            self._evicted += 1
         elif name in ("finished", "stopped", "failed", "stop_requested"):
             self._over = True
         elif name in ("parameters", "gradients"):
@@ -200,7 +176,7 @@ class FlightWatch:
         )  # fmt: skip
 
     def _metric_samples(self) -> Iterator[MetricSample]:
-        for record in self._metrics.new():
+        for record in self._metrics.read():
             step = int(record.get("step") or 0)
             if step > self._last_metric:
                 self._last_metric = step

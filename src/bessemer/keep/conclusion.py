@@ -13,13 +13,18 @@ __all__ = ["Conclusion"]
 
 
 class Conclusion:
-    """Begins once the last step is true. `block`: ranks of a group; `active`: the groups that hold the state; told: the
-    first of them knows that it leads. `not_before`, by the monotonic clock: until then others may still come."""
+    """Begins once the last step is true. `block`: ranks of a group; `epoch`: in which it came true; `holders`: the
+    groups that then held the state; `here`: those of them that are known to be there, by default all; told: the first
+    knows that it leads. `not_before`, by the monotonic clock: until then others may still come."""
 
-    def __init__(self, block: int, active: Iterable[int], *, told: bool, not_before: float = 0.0) -> None:
+    def __init__(
+        self, block: int, epoch: int, holders: Iterable[int], *, here: Iterable[int] | None = None, told: bool,
+        not_before: float = 0.0,
+    ) -> None:  # fmt: skip
         self.over = False
+        self.epoch, self.holders = epoch, sorted(holders)
         self._block, self._not_before = block, not_before
-        self._here = sorted(active)
+        self._here = self.holders if here is None else sorted(here)
         self._leads = self._here[0] if told and self._here else None
         self._done: set[tuple[int, int]] = set()
 

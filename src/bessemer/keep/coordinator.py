@@ -193,11 +193,11 @@ class Coordinator(Switchboard):
         if int(record["term"]) > self.membership.term and self._takeover is None:
             self.superseded = int(record["term"])
             return
-        if self._takeover is not None and int(record["term"]) >= self.membership.term:
-            self.membership.term = self._later(int(record["term"]))
         seat, step, m = (group, place), record["step"], self.membership
-        known, holds = m.groups.get(group), record["state"] == "active" and epoch >= m.epoch
-        last = self.finished and holds and int(step) >= m.steps - 1
+        if self._takeover is not None and int(record["term"]) >= m.term:
+            m.term = self._later(int(record["term"]))
+        known, end, active = m.groups.get(group), self._conclusion, record["state"] == "active"
+        last = end is not None and active and epoch >= end.epoch and int(step) >= m.steps - 1
         fresh = self._takeover is None and not last  # else it comes from the coordinator before this one
         if fresh and (seat in self._ranks or epoch or (known and known.incarnation != incarnation)):
             why = f"group {group} is no part of the run any more"
@@ -330,7 +330,8 @@ class Coordinator(Switchboard):
         self._tell_agents("took_over", term=m.term, epoch=known.epoch, step=self.membership.step, lost=left)
         if self.membership.begun and self.membership.step >= m.steps:
             till = time.monotonic() + self._lease_s
-            self._conclusion = Conclusion(m.block, self.membership.active, told=False, not_before=till)
+            held, here = (known.epoch, known.active), self.membership.active
+            self._conclusion = Conclusion(m.block, *held, here=here, told=False, not_before=till)
         self._decide(before=(known.epoch, known.step))
         self._settle_scale()
 
@@ -353,7 +354,7 @@ class Coordinator(Switchboard):
     def _tell_ranks(self, message: Message) -> None:
         groups, places, record = message
         if record.get("finished") and self._conclusion is None:
-            self._conclusion = Conclusion(self.membership.block, self.membership.active, told=True)
+            self._conclusion = Conclusion(self.membership.block, record["epoch"], self.membership.active, told=True)
         for group in groups if record["kind"] == "released" else ():
             self._tell_agents("left", group=group)
         record = {**record, "term": self.membership.term}

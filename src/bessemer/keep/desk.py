@@ -88,6 +88,8 @@ class Desk:
         self.saw(number, int(record["newest"]))
         known = {"begun": begun, "term": term, "step": step, "members": members}
         self.send(peer, {"kind": "welcome", "newest": self.newest[number], **known})
+        if self._writer is not None:
+            self.send(peer, {"kind": "resend"})
         for told in self._for_all:
             self.send(peer, told)
 

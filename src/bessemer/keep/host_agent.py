@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from bessemer.core.errors import DataError, PeerLost, RequestError, RunFolderError
+from bessemer.core.errors import PeerLost, RequestError, RunFolderError
 from bessemer.keep.coordinate import PARTING_S
 from bessemer.keep.coordinators import Post
 from bessemer.keep.desk import token_of
@@ -22,6 +22,7 @@ from bessemer.keep.host_coordinators import HostCoordinators
 from bessemer.keep.host_journal import HostJournal
 from bessemer.keep.hosts import Hosts, secret_of
 from bessemer.keep.hub import Heard, Wishes
+from bessemer.keep.records import NewRecords
 from bessemer.keep.starter import Group
 from bessemer.keep.verdict import cause_of, failure_text
 
@@ -53,6 +54,7 @@ class HostAgent(ElasticAgent):
         self._elsewhere = False  # the run may go on without this host, which can't
         self._beside, self._watches = ExitStack(), False  # what runs beside the agent that writes
         super().__init__(*args)
+        self._events = NewRecords(self.folder.events_file, from_end=True)  # of this attempt, whoever writes them
         self._incarnation = int(time.time() * 10) & 0x7FFFFFFF
         self._names = hosts.number
         self._template_log = f"template-{hosts.number}.log"
@@ -216,7 +218,7 @@ class HostAgent(ElasticAgent):
         if rank in self.ranks:
             super()._evict(rank, why)
         else:
-            self.coordinators.say({"kind": "evict", "rank": rank, "why": why})
+            self.coordinators.tell(("evict", rank), {"kind": "evict", "rank": rank, "why": why})
 
     def _was_silent(self) -> bool:
         """Whether this agent stood still for so long that its host may have been given up; then it parts."""
@@ -313,15 +315,16 @@ class HostAgent(ElasticAgent):
             self.coordinators.say({"kind": "standings", "due": self._progress.due(now), "standings": standings})
         if self._welcome["begun"] and now >= max(self._end_at, self._progress.last + ENDED_S):
             self._end_at = now + _OVERDUE_S
-            with suppress(OSError, DataError):
-                self._end_with(self.folder.end_of_attempt())
+            with suppress(OSError):
+                self._note_end([str(record.get("event")) for record in self._events.read()])
 
-    def _end_with(self, end: str) -> None:
+    def _note_end(self, events: list[str]) -> None:
         """A host that was away may come back when the run has ended without it, and nobody is left to say so: then its
         groups, which were given up, go."""
-        if end not in ("finished", "stopped") or self._finished or self.reception.stopping or self._failing:
+        ended = [event for event in events if event in ("finished", "stopped")]
+        if not ended or self._finished or self.reception.stopping or self._failing:
             return
-        self._finished, self._over, self.reception.stopping = end == "finished", True, end == "stopped"
+        self._finished, self._over, self.reception.stopping = ended[-1] == "finished", True, ended[-1] == "stopped"
         self._active = []
         self._dismiss_spares()
 

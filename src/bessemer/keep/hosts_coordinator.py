@@ -124,6 +124,8 @@ class HostsCoordinator(Coordinator):
         elif peer.role == "agent":
             m = self.membership
             members = (m.active, m.joining) if self._takeover is None and m.begun else None
+            if self._conclusion is not None:  # groups of those that come may have to save the last step
+                members = self._conclusion.holders, []
             step = m.step if self._takeover is None else self._takeover.known.step
             self.desk.come(peer, record, begun=self._known_epoch > 0, term=m.term, step=step, members=members)
 

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from bessemer.keep.progress import Printer, event_line
 from bessemer.keep.records import RecordWriter
-from bessemer.keep.run_folder import ENDS, RunFolder
+from bessemer.keep.run_folder import RunFolder
 from bessemer.keep.tensorboard import BoardWriter
 
 __all__ = ["Journal"]
 
-_DURABLE = (*ENDS, "saved", "rank_lost", "stop_requested")
+_ENDS = ("finished", "stopped", "failed")
+_DURABLE = ("start", *_ENDS, "saved", "rank_lost", "stop_requested")
 
 
 class Journal:
@@ -63,7 +64,7 @@ class Journal:
             self._go_on_from(int(record.get("step") or 0))
         if name in ("loaded", "saved") and record.get("source") not in ("memory", "peer"):  # they end with this run
             self.saved = (int(record.get("step") or 0), Path(record["path"])) if record.get("path") else None
-        if name in ENDS:
+        if name in _ENDS:
             self.end = name
         self._write("events", record)
         if name in _DURABLE:

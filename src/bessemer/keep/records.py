@@ -12,13 +12,14 @@ import os
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from bessemer.core.errors import CheckpointError, DataError
 
-__all__ = ["RecordWriter", "cut_records", "last_record", "read_records", "records_back", "write_atomically"]
+__all__ = ["NewRecords", "RecordWriter", "cut_records", "last_record", "read_records", "write_atomically"]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -138,15 +139,35 @@ def last_record(path: Path) -> dict[str, Any] | None:
         return None if end == 0 else _line_at(file, end - 1)[0]
 
 
-def records_back(path: Path) -> Iterator[dict[str, Any]]:
-    """The records from the last whole line on backwards, each read when it is asked for. DataError for a bad one."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        at = _line_start(file, os.fstat(file.fileno()).st_size)
-        while at > 0:
-            record, at, _ = _line_at(file, at - 1)
-            yield record
+class NewRecords:
+    """The new records of a .jsonl file that grows, or is replaced by a shorter one; half a line waits for its end, and
+    damage is left out: `read_records` tells of it. `from_end`: what is there already isn't new."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self.path = path
+        self._at, self._inode = 0, -1
+        if from_end and path.exists():
+            status = path.stat()
+            with path.open("rb") as file:
+                self._at, self._inode = _line_start(file, status.st_size), status.st_ino
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return
+        if status.st_ino != self._inode or status.st_size < self._at:
+            self._at, self._inode = 0, status.st_ino
+        if status.st_size == self._at:
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._at += len(line)
+                with suppress(ValueError):
+                    yield json.loads(line)
 
 
 def cut_records(path: Path, goes: Callable[[dict[str, Any]], bool]) -> tuple[int, dict[str, Any] | None]:

@@ -22,12 +22,9 @@ from typing import Any
 
 from bessemer.core.errors import RunFolderError
 from bessemer.core.job import Job
-from bessemer.keep.records import cut_records, last_record, read_records, records_back, write_atomically
+from bessemer.keep.records import cut_records, last_record, read_records, write_atomically
 
-__all__ = ["ENDS", "RunFolder", "short_path"]
-
-ENDS = ("finished", "stopped", "failed")
-"""The events with which an attempt ends."""
+__all__ = ["RunFolder", "short_path"]
 
 
 class RunFolder:
@@ -144,15 +141,6 @@ class RunFolder:
     def last_step(self) -> int:
         """The newest step that has its metrics; 0 where none has."""
         return int((last_record(self.metrics_file) or {}).get("step", 0))
-
-    def end_of_attempt(self) -> str:
-        """How the newest attempt has ended, as its events say: finished, stopped or failed; empty where it goes on."""
-        for record in records_back(self.events_file):
-            if record["event"] in ENDS:
-                return str(record["event"])
-            if record["event"] == "start":
-                break
-        return ""
 
     def cut_metrics(self, step: int) -> tuple[int, dict[str, Any] | None]:
         """Drops the metrics of steps after `step`, from which the run goes on; returns how many lines went and the

@@ -88,7 +88,6 @@ class Loop:
         stopped = False
         try:
             while step < steps and not stopped:
-                self._compare_work(step)
                 result = self._step(step, batches)
                 step, stopped = result.step, result.stop
                 self._compare_copies(step)
@@ -148,7 +147,8 @@ class Loop:
         profiled = nullcontext() if self.profiler is None else self.profiler.step(step + 1)
         try:
             with launches(), profiled:
-                if step % KERNEL_SAMPLES_EVERY != 2:
+                self._compare_work(step)
+                if not _counts_kernels(step):
                     return self._run_step(step, batches)
                 with KernelSample(self.parts.mesh.device) as sample:
                     result = self._run_step(step, batches)
@@ -184,7 +184,7 @@ class Loop:
     def _compare_copies(self, step: int) -> None:
         """Every so often: whether all copies hold the same parameters. Told only where they don't."""
         every = self.job.inspect.hash_every
-        if not every or step % every:
+        if not every or step % every or self.parts.mesh.group("replica") is None:
             return
         with self.parts.step.passes.phases("compare_s"):
             own = parameters_hash(self.parts.optimizer.params.values())
@@ -192,7 +192,7 @@ class Loop:
 
     def _compare_work(self, step: int) -> None:
         """Every so often: whether all copies get the same from one unit. Told only where they don't."""
-        own = self._rerun(step) if self.job.replicas > 1 else None
+        own = None if self.parts.mesh.group("replica") is None else self._rerun(step)
         if own is not None:
             with self.parts.step.passes.phases("compare_s"):
                 self._compare("gradients", step + 1, own)
@@ -205,9 +205,9 @@ class Loop:
 
     def _rerun(self, step: int) -> int | None:
         """A hash of what the unit gives that all copies run before their own work in step `step` (from 0); None where
-        none is due."""
+        none is due, and in a step whose kernels are counted."""
         unit, mesh = unit_due(self.job, step), self.parts.mesh
-        if unit is None:
+        if unit is None or _counts_kernels(step):
             return None
         self._runs([unit])
         ids = unit_micro_batches(self.job, step, unit, mesh.at("shard"))
@@ -322,3 +322,7 @@ class Loop:
     def _event(self, name: str, **fields: Any) -> None:
         if self.parts.mesh.rank == 0 and self.leads:
             self.reporter.event(name, **fields)
+
+
+def _counts_kernels(step: int) -> bool:
+    return step % KERNEL_SAMPLES_EVERY == 2
