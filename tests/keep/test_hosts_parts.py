@@ -24,7 +24,7 @@ from bessemer.keep.links import await_challenge, connect, listen_at, proof
 from bessemer.keep.membership import Membership
 from bessemer.keep.progress import Printer
 from bessemer.keep.reception import RankState
-from bessemer.keep.records import NewRecords
+from bessemer.keep.record_tail import Tail
 from bessemer.keep.run_folder import RunFolder
 from bessemer.keep.signs import Signs, give_signs
 from bessemer.keep.standstill import Standing, behind, standings_of
@@ -149,7 +149,7 @@ def test_a_host_that_was_away_reads_that_the_run_has_ended(tmp_path: Path) -> No
             self._welcome, self._active, self._end_at = {"begun": True}, [1], 0.0
             self.reception: Any = SimpleNamespace(stopping=False)
             self._progress = StepTimes(step=3, last=time.monotonic() - 60.0)
-            self._events = NewRecords(path, from_end=True)
+            self._events = Tail(path, from_end=True)
 
         def _standings(self, now: float) -> list[Standing]:
             return []

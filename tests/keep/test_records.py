@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bessemer.core.errors import CheckpointError, DataError
-from bessemer.keep.records import NewRecords, RecordWriter, cut_records, last_record, read_records, write_atomically
+from bessemer.keep.records import RecordWriter, cut_records, last_record, read_records, write_atomically
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -77,21 +77,6 @@ def test_the_last_record_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
         assert last_record(path) == {"step": 2, "text": text}
         assert cut_records(path, lambda r: r["step"] > 1) == (1, {"step": 2, "text": text})
         assert last_record(path) == {"step": 1}
-
-
-def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    records = NewRecords(path)
-    assert list(records.read()) == []
-    path.write_text('{"a": 1}\n{"a": ')
-    assert list(records.read()) == [{"a": 1}]
-    later = NewRecords(path, from_end=True)
-    with path.open("a") as file:
-        file.write('2}\nnot a record\n{"a": 3}\n')
-    assert list(records.read()) == list(later.read()) == [{"a": 2}, {"a": 3}]
-    path.with_suffix(".new").write_text('{"a": 4}\n')
-    path.with_suffix(".new").replace(path)  # as metrics are cut back to a checkpoint
-    assert list(records.read()) == list(later.read()) == [{"a": 4}]
 
 
 def test_of_a_long_file_few_lines_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

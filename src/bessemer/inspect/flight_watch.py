@@ -40,7 +40,7 @@ from bessemer.inspect.flight_records import (
 )
 from bessemer.inspect.flight_standstill import across_groups, is_stopped, python_stack
 from bessemer.keep.process import usable_cores
-from bessemer.keep.records import NewRecords
+from bessemer.keep.record_tail import Tail
 from bessemer.keep.step_times import StepTimes
 from bessemer.keep.wire import pack
 from bessemer.runtime.blackbox import read_blackboxes
@@ -70,9 +70,9 @@ class FlightWatch:
         self._tell, self._evict = tell, evict
         self._elastic = job.keep.mode == "zero-interruption"
         self._block = job.layout.world_size // job.replicas
-        self._metrics, self._events = (NewRecords(folder / "metrics.jsonl"), NewRecords(folder / "events.jsonl"))
+        self._metrics, self._events = (Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl"))
         self._lease_s = EARLIER * (job.keep.lease_s or LEASE_S) / (2 if self._elastic else 1)  # there it's ended then
-        events = list(self._events.read())
+        _, events = self._events.read()
         start = max((at for at, event in enumerate(events) if event.get("event") == "start"), default=0)
         self._catches_up = True
         self._begin(float(events[start]["t"]) if events else time.time())
@@ -111,7 +111,7 @@ class FlightWatch:
 
     def turn(self, now_s: float) -> None:
         """Take in what is new everywhere."""
-        for event in self._events.read():
+        for event in self._events.read()[1]:
             self._on_event(event)
         for number in self.flight.placement.ranks.tolist():
             path = self.folder / "blackbox" / f"rank-{number}"
@@ -176,7 +176,7 @@ class FlightWatch:
         )  # fmt: skip
 
     def _metric_samples(self) -> Iterator[MetricSample]:
-        for record in self._metrics.read():
+        for record in self._metrics.read()[1]:
             step = int(record.get("step") or 0)
             if step > self._last_metric:
                 self._last_metric = step

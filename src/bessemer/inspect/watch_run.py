@@ -29,7 +29,7 @@ from bessemer.inspect.watch_events import Event, Kept, event_of
 from bessemer.inspect.watch_ranks import ENDED, LOST, SPARE, BoxFeed, RankFeed, Ranks
 from bessemer.inspect.watch_series import Series
 from bessemer.inspect.watch_slow import Answer
-from bessemer.inspect.watch_tail import Tail
+from bessemer.keep.record_tail import Tail
 
 __all__ = ["Prediction", "RunWatch", "Seen"]
 

@@ -22,7 +22,7 @@ from bessemer.keep.host_coordinators import HostCoordinators
 from bessemer.keep.host_journal import HostJournal
 from bessemer.keep.hosts import Hosts, secret_of
 from bessemer.keep.hub import Heard, Wishes
-from bessemer.keep.records import NewRecords
+from bessemer.keep.record_tail import Tail
 from bessemer.keep.starter import Group
 from bessemer.keep.verdict import cause_of, failure_text
 
@@ -54,7 +54,7 @@ class HostAgent(ElasticAgent):
         self._elsewhere = False  # the run may go on without this host, which can't
         self._beside, self._watches = ExitStack(), False  # what runs beside the agent that writes
         super().__init__(*args)
-        self._events = NewRecords(self.folder.events_file, from_end=True)  # of this attempt, whoever writes them
+        self._events = Tail(self.folder.events_file, from_end=True)  # of this attempt, whoever writes them
         self._incarnation = int(time.time() * 10) & 0x7FFFFFFF
         self._names = hosts.number
         self._template_log = f"template-{hosts.number}.log"
@@ -316,7 +316,7 @@ class HostAgent(ElasticAgent):
         if self._welcome["begun"] and now >= max(self._end_at, self._progress.last + ENDED_S):
             self._end_at = now + _OVERDUE_S
             with suppress(OSError):
-                self._note_end([str(record.get("event")) for record in self._events.read()])
+                self._note_end([str(record.get("event")) for record in self._events.read()[1]])
 
     def _note_end(self, events: list[str]) -> None:
         """A host that was away may come back when the run has ended without it, and nobody is left to say so: then its

@@ -12,14 +12,13 @@ import os
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from bessemer.core.errors import CheckpointError, DataError
 
-__all__ = ["NewRecords", "RecordWriter", "cut_records", "last_record", "read_records", "write_atomically"]
+__all__ = ["RecordWriter", "cut_records", "last_record", "line_start", "read_records", "write_atomically"]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -40,7 +39,7 @@ class RecordWriter:
         self._waiting: deque[tuple[Mapping[str, Any], bytes]] = deque()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         with path.open("rb") as file:
-            os.ftruncate(self._file, _line_start(file, os.fstat(self._file).st_size))
+            os.ftruncate(self._file, line_start(file, os.fstat(self._file).st_size))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """One line. NaN and infinity, which JSON lacks, are written as null. OSError where it can't be written for
@@ -135,39 +134,8 @@ def last_record(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     with path.open("rb") as file:
-        end = _line_start(file, os.fstat(file.fileno()).st_size)
+        end = line_start(file, os.fstat(file.fileno()).st_size)
         return None if end == 0 else _line_at(file, end - 1)[0]
-
-
-class NewRecords:
-    """The new records of a .jsonl file that grows, or is replaced by a shorter one; half a line waits for its end, and
-    damage is left out: `read_records` tells of it. `from_end`: what is there already isn't new."""
-
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self.path = path
-        self._at, self._inode = 0, -1
-        if from_end and path.exists():
-            status = path.stat()
-            with path.open("rb") as file:
-                self._at, self._inode = _line_start(file, status.st_size), status.st_ino
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        try:
-            status = self.path.stat()
-        except OSError:
-            return
-        if status.st_ino != self._inode or status.st_size < self._at:
-            self._at, self._inode = 0, status.st_ino
-        if status.st_size == self._at:
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._at)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._at += len(line)
-                with suppress(ValueError):
-                    yield json.loads(line)
 
 
 def cut_records(path: Path, goes: Callable[[dict[str, Any]], bool]) -> tuple[int, dict[str, Any] | None]:
@@ -181,7 +149,7 @@ def cut_records(path: Path, goes: Callable[[dict[str, Any]], bool]) -> tuple[int
         return 0, None
     with path.open("r+b") as file:
         size = os.fstat(file.fileno()).st_size
-        low, high = 0, _line_start(file, size)
+        low, high = 0, line_start(file, size)
         end = high
         while low < high:  # both are starts of lines: what lies before `low` stays, what lies from `high` on goes
             record, start, after = _line_at(file, (low + high) // 2)
@@ -225,7 +193,7 @@ def write_atomically(path: Path, text: str) -> None:
         os.close(directory)
 
 
-def _line_start(file: BinaryIO, at: int) -> int:
+def line_start(file: BinaryIO, at: int) -> int:
     """Where the line begins in which the byte `at` lies: behind the last newline before it."""
     while at > 0:
         start = max(0, at - _BLOCK)
@@ -239,7 +207,7 @@ def _line_start(file: BinaryIO, at: int) -> int:
 def _line_at(file: BinaryIO, at: int) -> tuple[dict[str, Any], int, int]:
     """The record of the line in which the byte `at` lies, which has a newline; where it begins, and where the next
     one does."""
-    start = _line_start(file, at)
+    start = line_start(file, at)
     file.seek(start)
     line = file.readline()
     try:

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from bessemer.keep.records import line_start
 
 __all__ = ["Tail"]
 
 
 class Tail:
-    """Follows one file. A torn last line waits for its end; a damaged line is left out and counted in `damaged`."""
+    """Follows one file. A torn last line waits for its end; a damaged line is left out and counted in `damaged`.
+    from_end: what is there already isn't read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
         self.damaged = 0
         self._inode = -1
         self._offset = 0
+        if from_end:
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                self._inode, self._offset = status.st_ino, line_start(file, status.st_size)
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
         """(whether it was read from its begin, the whole lines that are new). No file: nothing.
