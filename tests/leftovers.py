@@ -69,15 +69,22 @@ def _is_ours(pid: int) -> bool:
 
 
 def _is_others(name: str) -> bool:
-    """Whether a process that no test of ours started has it open or mapped."""
+    """Whether a process that no test of ours started has it open or mapped. A semaphore is mapped under a name that it
+    had before, so that the inode tells."""
     path = f"/dev/shm/{name}"
+    try:
+        inode = str(os.stat(path).st_ino)
+    except OSError:
+        return True  # it's gone
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int(folder.name) != os.getpid() and not _is_ours(int(folder.name)):
-                opened = any(os.readlink(entry) == path for entry in (folder / "fd").iterdir())
-                if opened or path in (folder / "maps").read_text():
+                mapped = [line.split() for line in (folder / "maps").read_text().splitlines() if "/dev/shm/" in line]
+                if any(os.readlink(entry) == path for entry in (folder / "fd").iterdir()) or any(
+                    fields[4] == inode for fields in mapped
+                ):
                     return True
-    return not os.path.exists(path)
+    return False
 
 
 def _memory_files() -> frozenset[str]:

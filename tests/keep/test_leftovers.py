@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from leftovers import Standing, end, left_since
+from leftovers import TOKEN, Standing, end, left_since
 from train.fleet import Fleet
 from train.toy import toy_job
 
@@ -67,3 +67,19 @@ def test_a_fleet_whose_test_fails_leaves_nothing() -> None:
         fleet.stop(1, signal.SIGSTOP)
         raise AssertionError("on purpose")
     assert left_since(before) == []
+
+
+def test_a_semaphore_of_somebody_elses_process_is_none_of_ours() -> None:
+    """Another run of tests on the machine, say. It is mapped under a name that it had before."""
+    script = "import multiprocessing as m; lock = m.get_context('spawn').Lock(); print('made', flush=True); input()"
+    strangers = {name: value for name, value in os.environ.items() if name != TOKEN}
+    for environment, count in ((strangers, 0), (dict(os.environ), 1)):
+        before = Standing.now()
+        with subprocess.Popen(
+            [sys.executable, "-c", script], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline() == "made\n"
+            assert len([name for name in left_since(before, grace_s=0.1) if "/dev/shm/sem." in name]) == count
+            process.communicate("\n")
+        assert process.returncode == 0
+        assert left_since(before) == []
