@@ -18,6 +18,7 @@ class _Client:
         self.closed = False
         self.error = ""  # from now on
         self.errors: list[str] = []  # each once
+        self.step: int | None = None  # the errors are about
 
     def reserve(self, slices: Any, meta: Any) -> None: ...
 
@@ -38,7 +39,7 @@ class _Client:
 
     def _check(self) -> None:
         if self.error or self.errors:
-            raise CheckpointError("gone", code=self.error or self.errors.pop())
+            raise CheckpointError("gone", code=self.error or self.errors.pop(), step=self.step)
 
 
 def _saver() -> tuple[LeaderSaver, list[_Client]]:
@@ -76,6 +77,32 @@ def test_after_the_death_of_a_vault_the_next_save_goes_to_another() -> None:
     made[1].error = "vault-lost"
     saver.save(12, [], {})
     assert [client.saved for client in made] == [[4], [8], [12]]
+
+
+@pytest.mark.parametrize("code", ["disk-full", "vault-lost"])
+def test_a_last_save_that_failed_at_once_is_no_success(code: str) -> None:
+    """The loop polls right behind it, and hears of the failure there already."""
+    saver, made = _saver()
+    saver.save(4, [], {})
+    made[0].errors, made[0].step = [code], 4
+    assert saver.poll() == []
+    with pytest.raises(CheckpointError) as caught:
+        saver.wait()
+    assert caught.value.code == code
+    saver.save(8, [], {})
+    assert saver.wait()[-1] == {"step": 8}
+
+
+def test_an_earlier_save_that_failed_is_made_good_by_the_last() -> None:
+    saver, made = _saver()
+    saver.save(4, [], {})
+    saver.save(8, [], {})
+    told: list[str] = []
+    saver.tell = lambda error: told.append(error.code)
+    for heard_by in (saver.poll, saver.wait):
+        made[0].errors, made[0].step = ["disk-full"], 4
+        heard_by()
+    assert told == ["disk-full"] * 2 and saver.wait()[-1] == {"step": 8}
 
 
 @pytest.mark.parametrize("code", ["disk-full", "checkpoint-write"])

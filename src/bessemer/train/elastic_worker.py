@@ -53,11 +53,13 @@ class LeaderSaver:
     """The vault, of which only the group that leads is a client, from its first save on and for as long as it leads.
     When the vault dies the agent starts another; what the dead one had not written is saved with the next save. Nor is
     a save that fails for the disk's sake a reason to end: the groups hold the state, and the next save may find room.
-    `tell` hears of it. Only the last one, which `wait` waits for, has to succeed."""
+    `tell` hears of it. Only the newest one has to succeed by the time of `wait`, whenever its failure was heard of."""
 
     def __init__(self, connect: Callable[[], VaultClient]) -> None:
         self._connect = connect
         self._client: VaultClient | None = None
+        self._newest = -1
+        self._failed: CheckpointError | None = None  # the newest save
         self.leads: Callable[[], bool] = lambda: True
         self.tell: Callable[[CheckpointError], None] = lambda error: None
 
@@ -65,7 +67,9 @@ class LeaderSaver:
         """Memory is reserved with the first save."""
 
     def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
-        return self._with_client(slices, meta, lambda client: client.save(step, slices, meta))
+        stall_s = self._with_client(slices, meta, lambda client: client.save(step, slices, meta))
+        self._newest, self._failed = step, None
+        return stall_s
 
     def hold(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
         return self._with_client(slices, meta, lambda client: client.hold(step, slices, meta))
@@ -79,10 +83,21 @@ class LeaderSaver:
             return self._client.poll()
         except CheckpointError as error:
             self._go_on_from(error)
+            if error.step in (None, self._newest):
+                self._failed = error
             return []
 
     def wait(self) -> list[dict[str, Any]]:
-        return [] if self._client is None else self._client.wait()
+        if self._failed is not None:
+            raise self._failed
+        while self._client is not None:
+            try:
+                return self._client.wait()
+            except CheckpointError as error:
+                if error.code not in _OF_THE_DISK or error.step in (None, self._newest):
+                    raise
+                self.tell(error)  # of an earlier one
+        return []
 
     def _with_client(self, slices: list[Slice], meta: dict[str, Any], work: Callable[[VaultClient], float]) -> float:
         """Once more, with a new vault if the one that was there has died: the error is of what went before."""
