@@ -53,7 +53,7 @@ def _started(run: HostRun) -> None:
 def _ended(run: HostRun, undisturbed: bytes, numbers: list[int]) -> None:
     assert run.wait(numbers) == [0] * len(numbers), run.told()
     assert [r["step"] for r in run.read("metrics.jsonl")] == list(range(1, run.job.train.steps + 1)), run.told()
-    assert run.events()[-1]["event"] == "finished"
+    assert [run.events()[at]["event"] for at in (0, -1)] == ["start", "finished"], "an attempt begins with its start"
     assert run.state() == undisturbed
 
 

@@ -192,7 +192,6 @@ class HostAgent(ElasticAgent):
         self.coordinators.term = max(self.coordinators.term, int(record["term"]))
         self._progress.step, self._progress.last = int(record["step"]), time.monotonic()
         self._finished = self._finished or self._progress.step >= self.job.train.steps  # while nothing was heard here
-        self.journal.hand_on()
 
     def _give_up(self, why: str) -> None:
         if self._elsewhere:
