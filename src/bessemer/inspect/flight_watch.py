@@ -70,7 +70,7 @@ class FlightWatch:
         self._tell, self._evict = tell, evict
         self._elastic = job.keep.mode == "zero-interruption"
         self._block = job.layout.world_size // job.replicas
-        self._metrics, self._events = (Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl"))
+        self._metrics, self._events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
         self._lease_s = EARLIER * (job.keep.lease_s or LEASE_S) / (2 if self._elastic else 1)  # there it's ended then
         _, events = self._events.read()
         start = max((at for at, event in enumerate(events) if event.get("event") == "start"), default=0)

@@ -183,8 +183,8 @@ def _elsewhere(waits: dict[int, Operation], groups: _Groups) -> tuple[int, ...]:
             at.setdefault(groups.place(operation), []).append(rank)
     most = max(at.values(), key=len, default=[])
     ranks = set(waits[most[0]].group.ranks) if most else set()
-    of_group = [r for r in sorted(waits) if r in ranks]
-    return tuple(r for r in of_group if r not in most) if 2 * len(most) > len(of_group) else ()
+    of_group, there = [r for r in sorted(waits) if r in ranks], set(most)
+    return tuple(r for r in of_group if r not in there) if 2 * len(most) > len(of_group) else ()
 
 
 def _waiting_text(box: Blackbox, operation: Operation, missing: list[int]) -> str:
