@@ -27,6 +27,10 @@ class _Client:
         self.saved.append(step)
         return 0.5
 
+    def hold(self, step: int, slices: Any, meta: Any) -> float:
+        self._check()
+        return 0.25
+
     def poll(self) -> list[dict[str, Any]]:
         self._check()
         return [{"step": step} for step in self.saved]
@@ -45,7 +49,7 @@ class _Client:
 def _saver() -> tuple[LeaderSaver, list[_Client]]:
     made: list[_Client] = []
 
-    def connect() -> Any:
+    def connect(patience_s: float) -> Any:
         made.append(_Client())
         return made[-1]
 
@@ -132,3 +136,56 @@ def test_other_errors_of_a_save_stop_the_run() -> None:
     made[0].error = "checkpoint-coverage"
     with pytest.raises(CheckpointError, match="gone"):
         saver.poll()
+
+
+def test_without_a_vault_a_copy_is_left_out_and_a_save_is_told() -> None:
+    """Neither may hold up the groups: a copy waits for no vault at all, a save for a while."""
+    waited: list[float] = []
+    told: list[int | None] = []
+    there: list[_Client] = []
+
+    def connect(patience_s: float) -> Any:
+        waited.append(patience_s)
+        if not there:
+            raise CheckpointError("no vault answers", code="vault-lost")
+        return there[-1]
+
+    saver = LeaderSaver(connect)
+    saver.tell = lambda error: told.append(error.step)
+    assert saver.hold(3, [], {}) < 1.0 and waited == [0.0] and not told
+    assert saver.save(4, [], {}) < 1.0 and 0 < waited[1] < 10.0 and told == [4]
+    with pytest.raises(CheckpointError) as caught:
+        saver.wait()
+    assert caught.value.code == "vault-lost" and caught.value.step == 4
+    there.append(_Client())
+    assert saver.save(8, [], {}) == 0.5 and saver.wait() == [{"step": 8}]
+    there[-1].error = "vault-lost"
+    there.append(_Client())
+    assert saver.hold(9, [], {}) == 0.25 and there[0].closed
+
+
+def test_a_vault_that_dies_while_its_memory_is_reserved_is_let_go() -> None:
+    saver, made = _saver()
+    saver.save(4, [], {})
+    made[0].error = "vault-lost"
+    made.clear()
+
+    def dying(patience_s: float) -> Any:
+        made.append(_Client())
+        made[-1].error = "vault-lost"
+        return made[-1]
+
+    saver._connect = dying
+    saver.save(8, [], {})
+    assert made[0].closed and saver._client is None
+
+
+def test_a_save_that_another_rank_left_out_is_made_good_by_the_last() -> None:
+    saver, made = _saver()
+    saver.save(4, [], {})
+    saver.save(8, [], {})
+    made[0].errors, made[0].step = ["checkpoint-dropped"], 4
+    assert saver.wait()[-1] == {"step": 8}
+    made[0].errors, made[0].step = ["checkpoint-dropped"], 8
+    with pytest.raises(CheckpointError):
+        saver.wait()

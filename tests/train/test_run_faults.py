@@ -25,6 +25,7 @@ from train.loops import small_job
 from bessemer.core.job import Job
 from bessemer.data import prepare
 from bessemer.inspect.chaos_target import child_running
+from bessemer.keep import vault_host
 from bessemer.keep.agent import Options, run
 from bessemer.keep.checkpoint import CheckpointFolder
 from bessemer.keep.run_folder import RunFolder
@@ -90,8 +91,12 @@ def _run(job: Job, folder: Path, *acts: tuple[int, Callable[[], None]]) -> int:
         thread.join()
 
 
-def _vault() -> int:
-    pid = child_running(os.getpid(), "bessemer.keep.vault")
+def _vault(but: int = -1) -> int:
+    """Its process; but: of one that is gone, so that another is to come."""
+    deadline = time.monotonic() + 60
+    while (pid := child_running(os.getpid(), "bessemer.keep.vault")) in (None, but):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert pid is not None
     return pid
 
@@ -116,6 +121,39 @@ def test_the_memory_checkpoints_process_dies(tmp_path: Path) -> None:
     _assert_whole(job)
     assert any("another is started" in event["message"] for event in _events(job, "warning"))
     assert [e["step"] for e in _events(job, "saved")][-1] == STEPS
+
+
+def test_the_vault_dies_again_and_again_and_is_stopped(tmp_path: Path) -> None:
+    """It is followed by another as often as it takes. One that is stopped would have a save wait for it."""
+    job, last = _job(tmp_path), -1
+
+    def strike(number: signal.Signals) -> Callable[[], None]:
+        def act() -> None:
+            nonlocal last
+            last = _vault(last)
+            os.kill(last, number)
+
+        return act
+
+    acts = [(step, strike(signal.SIGKILL)) for step in (3, 6, 9)] + [(14, strike(signal.SIGSTOP))]
+    assert _run(job, tmp_path, *acts) == 0
+    _assert_whole(job)
+    assert sum("another is started" in event["message"] for event in _events(job, "warning")) == 4
+
+
+def test_no_vault_comes_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No group is held up for longer than a save may wait, none is lost; but the run hasn't finished."""
+    monkeypatch.setattr(vault_host, "PAUSES_S", (0.0, 600.0))
+    job = _job(tmp_path)
+    assert _run(job, tmp_path, (21, lambda: os.kill(_vault(), signal.SIGKILL))) == 1
+    assert [metric["step"] for metric in RunFolder(job).metrics()] == list(range(1, STEPS + 1))
+    told = [event["message"] for event in _events(job, "warning")]
+    assert [text for text in told if "another is started in 600 s" in text]
+    refused = [int(text.split()[1]) for text in told if "is not saved" in text]
+    assert refused == [24, 28, STEPS, STEPS], "the last one by one group after the other"
+    assert not [e for e in _events(job, "rank_lost") if e["step"] < STEPS]
+    [failed] = _events(job, "failed")
+    assert failed["code"] == "vault-lost"
 
 
 def _assert_told_and_saved_again(job: Job) -> None:

@@ -92,7 +92,7 @@ class Coordinators:
         if self.link is not None:
             self.link.send({"kind": "alive"})
         for post in self.posts:
-            if post.child is not None and post.runs and post.child.stopped():
+            if post.child is not None and post.runs and post.child.stopped_s():
                 post.child.signal(signal.SIGKILL)
 
     def on_link_end(self) -> None:

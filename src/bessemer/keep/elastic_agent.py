@@ -37,8 +37,6 @@ WATCH_S = 0.2
 LEASE_S = 1.5
 QUICK_DEATHS = 3
 """After so many groups in a row that died before they were active, no new one is started."""
-VAULTS = 3
-"""So often a vault that died is followed by another."""
 
 
 class ElasticAgent(Agent):
@@ -57,11 +55,10 @@ class ElasticAgent(Agent):
         self._replicas = self.job.replicas
         self._control = self.folder.path / CONTROL
         self.coordinators = self._new_coordinators()
-        self._vaults = self._quick = 0
+        self._quick = 0
         self._proved: set[int] = set()  # groups that have been active
         self._active, self._joining = [], []  # type: list[int], list[int]
         self._finished = False
-        self._stopped_since: dict[int, float] = {}
         self._progress, self._kept = StepTimes(), KeptMetrics()
 
     # ---- start
@@ -107,7 +104,7 @@ class ElasticAgent(Agent):
         self.coordinators = self._new_coordinators()
         for store in (*self.place.glob("epoch-*"), *self.place.glob("store-*")):
             store.unlink()  # full of the keys of dead ranks
-        for known in (self.ranks, self._groups, self._kept, self._stopped_since):
+        for known in (self.ranks, self._groups, self._kept):
             known.clear()
         self._active, self._joining, self._quick = [], [], 0
         self._replicas, self._progress = self.job.replicas, StepTimes()
@@ -248,20 +245,16 @@ class ElasticAgent(Agent):
         """Every so often: a sign of life, and a look at those that stand still."""
         self._later(WATCH_S, self._watch_ranks)
         self._give_sign()
-        now = time.monotonic()
+        if self.vault.child is not None and self.vault.running and self.vault.child.stopped_s() > self._lease_s:
+            self.vault.kill()  # or a save would wait for it
         for group in [g for g in self._groups.values() if not g.lost]:
-            for state in group.states:
-                if state.gone or state.child is None:
-                    continue
-                if state.child.stopped():
-                    since = self._stopped_since.setdefault(state.rank, now)
-                    if now - since > self._lease_s:
-                        why = f"rank {state.rank} is stopped for {self._lease_s:g} s"
-                        self._lose(group, why, state, silent_s=now - since)
-                        break
-                else:
-                    self._stopped_since.pop(state.rank, None)
-        self._watch_progress(now)
+            for state in [s for s in group.states if not s.gone]:
+                stopped_s = 0.0 if state.child is None else state.child.stopped_s()
+                if stopped_s > self._lease_s:
+                    why = f"rank {state.rank} is stopped for {self._lease_s:g} s"
+                    self._lose(group, why, state, silent_s=stopped_s)
+                    break
+        self._watch_progress(time.monotonic())
 
     def _give_sign(self) -> None:
         self.coordinators.give_sign()
@@ -336,15 +329,20 @@ class ElasticAgent(Agent):
 
     def _on_vault_end(self) -> None:
         """The groups go on; the one that leads connects to the next vault with its next save."""
-        ending = self._finished or self.reception.stopping or not any(not s.gone for s in self.ranks.values())
-        if ending or self._vaults >= VAULTS:
+        if all(state.gone for state in self.ranks.values()):
             super()._on_vault_end()
             return
-        self._vaults += 1
         self.vault.reap()
-        text = f"{self.vault.lost_text(ranks_run=True)}; another is started, and saves from the next save on"
+        self._replace_vault(self.vault.lost_text(ranks_run=True))
+
+    def _replace_vault(self, why: str) -> None:
+        """As often as it takes: a run that goes on for weeks is not to be without its checkpoints."""
+        if not why or all(state.gone for state in self.ranks.values()):
+            return
+        pause_s = self.vault.pause_s()
+        text = f"{why}; another is started{f' in {pause_s:g} s' if pause_s else ''}, and saves from the next save on"
         self.journal.event("warning", message=text, rank=None)
-        self.vault.start_again(self._hub, self._give_sign)
+        self._later(pause_s, lambda: self._replace_vault(self.vault.start_again(self._hub, self._give_sign)))
 
     def _dismiss_spares(self) -> None:
         for group in self._groups.values():

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ class Child:
     pass_fds: tuple[int, ...] = ()
     pidfd: int = -1
     _log_start: int = 0
+    _stopped_at: float | None = None
     _process: subprocess.Popen[bytes] = field(init=False, repr=False)
 
     def start(self) -> None:
@@ -102,13 +104,17 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
-    def stopped(self) -> bool:
-        """Whether it is stopped (state T): alive, and doing nothing."""
+    def stopped_s(self) -> float:
+        """For how long it has been seen to be stopped (state T: alive, and doing nothing); 0 where it isn't."""
         try:
             text = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:
-            return False
-        return text.rpartition(")")[2].split()[0] in ("T", "t")
+            text = ""
+        if text.rpartition(")")[2].split()[:1] not in (["T"], ["t"]):
+            self._stopped_at = None
+            return 0.0
+        self._stopped_at = self._stopped_at or time.monotonic()
+        return max(time.monotonic() - self._stopped_at, 1e-9)
 
     def kill_session(self) -> None:
         """SIGKILL to the process and to whatever it started in its session. Safe only while it is not reaped."""

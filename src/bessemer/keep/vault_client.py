@@ -37,7 +37,7 @@ class VaultClient:
     """One rank's connection. CheckpointError (vault-lost) when no vault listens or it dies.
 
     `local_world_size` ranks of this host hand in each step; with fewer than `world_size`, the vaults of the other
-    hosts write the rest into the same folder.
+    hosts write the rest into the same folder. `patience_s`: how long a vault that is just starting is waited for.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class VaultClient:
         world_size: int = 1,
         local_world_size: int | None = None,
         timeout_s: float = 600.0,
+        patience_s: float = 30.0,
     ) -> None:
         self.rank = rank
         self.timeout_s = timeout_s  # the longest that `save` waits for memory, and a start for the vault
@@ -63,7 +64,7 @@ class VaultClient:
         self._memory: Memory | None = None
         self._plan: _Plan | None = None
         self._busy: set[int] = set()
-        self._link = _connect(self._path, min(timeout_s, 30.0))
+        self._link = _connect(self._path, min(timeout_s, patience_s))
         self._poller = select.poll()  # not select(), which can't watch descriptors above 1023
         self._poller.register(self._link, select.POLLIN)
         seat = {"rank": rank, "world_size": world_size, "local_world_size": local_world_size or world_size}

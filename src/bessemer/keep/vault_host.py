@@ -7,6 +7,7 @@ the run folder's lock, so that no new run starts beside its last write.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,10 @@ __all__ = ["VaultHost"]
 
 START_S = 60.0
 """The vault opens its socket within about a second; a loaded machine gets some more."""
+YOUNG_S = 60.0
+"""A vault that ends before it is so old has a successor that may end for the same reason."""
+PAUSES_S = (0.0, 0.0, 0.0, 0.0, 10.0, 30.0, 60.0, 300.0)
+"""Before the next one is started, by how many in a row have ended young; the last for all that follow."""
 
 
 class VaultHost:
@@ -31,6 +36,7 @@ class VaultHost:
         self.log = folder.path / "logs" / "vault.log"
         self.child: Child | None = None
         self.exit_code: int | None = None
+        self._opened, self._young = math.inf, 0
         self._folder, self._command = folder, command
         self._lock = () if lock is None else (lock,)
 
@@ -54,22 +60,36 @@ class VaultHost:
         command += ["--keep-last", str(keep.keep_last), "--keep-every", str(keep.keep_every)]
         self.child = Child(command, os.environ, self.log, is_vault=True, pass_fds=self._lock)
         self.child.start()
+        self._opened = math.inf
         deadline = time.monotonic() + START_S
         while not self.socket.exists():
             code = self.child.exit_code()
             if code is not None or time.monotonic() > deadline:
                 how = f"opened no socket within {START_S:g} s" if code is None else exit_text(code)
                 tail = "".join(f"\n    | {line}" for line in self.child.tail())
+                self.child.kill_session()
+                self.reap()
                 raise PeerLost(f"the vault {how}\n  log: {self.log}{tail}", code="vault-lost")
             meanwhile()
             time.sleep(0.02)
+        self._opened = time.monotonic()
         hub.watch(self.child.pidfd, self)
 
-    def start_again(self, hub: Hub, meanwhile: Callable[[], None]) -> None:
-        """After it has died: another one, with nothing of what the first held."""
-        self.exit_code = None
-        self.socket.unlink(missing_ok=True)
-        self.start(hub, meanwhile)
+    def start_again(self, hub: Hub, meanwhile: Callable[[], None]) -> str:
+        """Another one in the place of one that died, with nothing of what that held. Returns why it didn't start, or
+        nothing."""
+        if self.running:
+            return ""
+        try:
+            self.start(hub, meanwhile)
+        except (PeerLost, OSError) as error:
+            return str(error)
+        return ""
+
+    def pause_s(self) -> float:
+        """After its end, or a start in vain: how long to wait before the next one."""
+        self._young = self._young + 1 if time.monotonic() - self._opened < YOUNG_S else 0
+        return PAUSES_S[min(self._young, len(PAUSES_S) - 1)]
 
     def finish(self) -> None:
         """Tells it that nobody will save any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,15 +48,18 @@ ACROSS_TIMEOUT_S = 60.0
 
 
 _OF_THE_DISK = ("disk-full", "checkpoint-write")
+_SAVE_PATIENCE_S = 5.0
+"""For a vault to come that takes a save. Well below the time after which a rank without progress is given up."""
 
 
 class LeaderSaver:
     """The vault, of which only the group that leads is a client, from its first save on and for as long as it leads.
     When the vault dies the agent starts another; what the dead one had not written is saved with the next save. Nor is
-    a save that fails for the disk's sake a reason to end: the groups hold the state, and the next save may find room.
-    `tell` hears of it. Only the newest one has to succeed by the time of `wait`, whenever its failure was heard of."""
+    a save that fails for the disk's sake, or for want of a vault, a reason to end: the groups hold the state, and the
+    next save may find both. `tell` hears of it. Only the newest one has to succeed by the time of `wait`, whenever its
+    failure was heard of. `connect(patience_s)`: waits so long for a vault that is just starting."""
 
-    def __init__(self, connect: Callable[[], VaultClient]) -> None:
+    def __init__(self, connect: Callable[[float], VaultClient]) -> None:
         self._connect = connect
         self._client: VaultClient | None = None
         self._newest = -1
@@ -67,12 +71,25 @@ class LeaderSaver:
         """Memory is reserved with the first save."""
 
     def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
-        stall_s = self._with_client(slices, meta, lambda client: client.save(step, slices, meta))
-        self._newest, self._failed = step, None
-        return stall_s
+        self._newest, self._failed, start = step, None, time.perf_counter()
+        try:
+            return self._with_client(_SAVE_PATIENCE_S, slices, meta, lambda client: client.save(step, slices, meta))
+        except CheckpointError as error:
+            if error.code != "vault-lost":
+                raise
+            error.step, self._failed = step, error
+            self.tell(error)
+            return time.perf_counter() - start
 
     def hold(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
-        return self._with_client(slices, meta, lambda client: client.hold(step, slices, meta))
+        """Nobody waits for a vault to come: the next copy is soon due."""
+        start = time.perf_counter()
+        try:
+            return self._with_client(0.0, slices, meta, lambda client: client.hold(step, slices, meta))
+        except CheckpointError as error:
+            if error.code != "vault-lost":
+                raise
+            return time.perf_counter() - start
 
     def poll(self) -> list[dict[str, Any]]:
         if self._client is not None and not self.leads():
@@ -94,24 +111,29 @@ class LeaderSaver:
             try:
                 return self._client.wait()
             except CheckpointError as error:
-                if error.code not in _OF_THE_DISK or error.step in (None, self._newest):
+                if error.step in (None, self._newest) or error.code not in (*_OF_THE_DISK, "checkpoint-dropped"):
                     raise
                 self.tell(error)  # of an earlier one
         return []
 
-    def _with_client(self, slices: list[Slice], meta: dict[str, Any], work: Callable[[VaultClient], float]) -> float:
+    def _with_client(
+        self, patience_s: float, slices: list[Slice], meta: dict[str, Any], work: Callable[[VaultClient], float]
+    ) -> float:
         """Once more, with a new vault if the one that was there has died: the error is of what went before."""
+        if self._client is not None:
+            try:
+                return work(self._client)
+            except CheckpointError as error:
+                self._go_on_from(error)
         try:
-            return work(self._connected(slices, meta))
+            if self._client is None:
+                self._client = self._connect(patience_s)
+                self._client.reserve(slices, meta)
+            return work(self._client)
         except CheckpointError as error:
-            self._go_on_from(error)
-            return work(self._connected(slices, meta))
-
-    def _connected(self, slices: list[Slice], meta: dict[str, Any]) -> VaultClient:
-        if self._client is None:
-            self._client = self._connect()
-            self._client.reserve(slices, meta)
-        return self._client
+            if error.code == "vault-lost":
+                self._leave()
+            raise
 
     def _go_on_from(self, error: CheckpointError) -> None:
         if error.code in _OF_THE_DISK:
@@ -201,7 +223,9 @@ def _run(job: Job, member: Member) -> None:
     secret, sockets = environment[SECRET], member.agent.parent
     vault = member.vault
     seat = Seat(group, int(environment["BESSEMER_INCARNATION"]), place, address or os.uname().nodename)
-    saver = LeaderSaver(lambda: VaultClient(vault, rank=place, world_size=member.world_size))
+    saver = LeaderSaver(
+        lambda patience_s: VaultClient(vault, rank=place, world_size=member.world_size, patience_s=patience_s)
+    )
     silence_s = SILENT_LEASES * (job.keep.lease_s or LEASE_S) if address else SILENCE_S
     cohort = Cohort(environment["BESSEMER_COORDINATOR"], secret, seat, silence_s=silence_s)
     threading.Thread(target=_pass_wishes_on, args=(member, cohort), name="bessemer-leave", daemon=True).start()

@@ -304,6 +304,7 @@ class Loop:
         """A copy in memory: of each, only the seconds are noted, with those of checkpoints."""
         if not self.leads:
             return
+        self.reporter.phase(step, "saving")  # the first copy waits for its memory
         with self.parts.step.passes.phases("checkpoint_s"):
             self.saver.hold(step, self._owned(), self._meta(step))
 
