@@ -197,7 +197,7 @@ def _groups(phases: list[tuple[int, str]]) -> list[Group]:
     return groups
 
 
-@pytest.mark.parametrize("work", ["evaluating", "saving", "donating", "landing"])
+@pytest.mark.parametrize("work", ["evaluating", "saving", "donating", "landing", "profiling", "dumping"])
 def test_work_that_takes_its_time_is_waited_for_and_so_is_the_step_after_it(work: str) -> None:
     progress = StepTimes(step=3, last=100.0, lengths=[1.0] * 5)
     waiting = (4, "summing (epoch 2)")

@@ -120,6 +120,23 @@ def test_a_mark_that_repeats_is_not_sent(short: Path) -> None:
         assert [r["kind"] for r in agent.read_until("event")] == ["hello", "phase", "event"]
 
 
+def test_what_is_done_aside_is_a_phase_of_its_own(tmp_path: Path) -> None:
+    with connected(tmp_path / "agent") as (member, agent):
+        for name in ("training", "dumping"):
+            member.phase(7, "training")
+            member.event(name)
+            agent.read_until("event")
+            with pytest.raises(ValueError, match="by design"), member.aside(name):
+                member.event("inside")
+                raise ValueError("by design")
+        member.event("last")
+        while agent.records[-1].get("event") != "last":
+            agent.records += agent.frames.feed(agent.link.recv(1 << 16))
+        assert [(r["step"], r["name"]) for r in agent.records if r["kind"] == "phase"] == [
+            (7, "training"), (7, "dumping"), (7, "training"),
+        ]  # fmt: skip
+
+
 def test_the_agent_s_word_stops_the_rank(short: Path) -> None:
     with connected(short) as (member, agent):
         assert not member.stop_requested

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -142,6 +142,16 @@ class Member:
         with self._guard:
             self._waiting_phase = frame
             self._flush(lost_is_error=False)
+
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """Around what takes as long as it takes while others wait: the phase is `name`, then again what it was."""
+        step, before = self._at
+        self.phase(step, name)
+        try:
+            yield
+        finally:
+            self.phase(step, before)
 
     def failed(self, error: BaseException) -> int:
         """Reports why this rank ends, prints the traceback (into the rank's log) and returns the exit code.

@@ -18,7 +18,7 @@ __all__ = ["Standing", "behind", "least_far", "standings_of"]
 
 LONG_WORK_S = 600.0
 """How long a rank may take for what takes as long as it takes, while others wait for it."""
-_LONG_WORK = ("evaluating", "saving", "waiting for the last checkpoint", "donating", "landing")
+_LONG_WORK = ("evaluating", "saving", "waiting for the last checkpoint", "donating", "landing", "profiling", "dumping")
 _SUMMING, _VOTED = 1, 2
 _FAR = {"summing": _SUMMING, "voted": _VOTED}
 _PHASE = re.compile(r"(\w+) \(epoch (\d+)\)")

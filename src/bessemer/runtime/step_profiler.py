@@ -7,8 +7,8 @@
 A trace is traces/step-12-rank-3.json.gz, in Chrome's format with one more key, "bessemer", that says when on the
 rank's monotonic clock the step began, so that it can be laid beside the black boxes. A profiled step is slower (+19 to
 +40 % of CPU time were measured on small operators), and the first one waits for what the profiler loads; other steps
-cost nothing but one look at the file, where that is asked for. What is done before and after such a step is the phase
-`profile_s`, by which others know why the rank is late.
+cost nothing but one look at the file, where that is asked for. What is done before and after such a step is, in a run,
+the phase `profile_s`, by which others know why the rank is late.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bessemer.core.job import InspectSection
-from bessemer.runtime.phases import Phases
 from bessemer.runtime.trace_signal import take_trace_signal
 
 __all__ = ["ASK_FILE", "StepProfiler"]
@@ -39,13 +38,14 @@ ASK_FILE = "now"
 
 class StepProfiler:
     """Writes traces of this rank to `folder`, and keeps its newest `section.traces`. Nothing that goes wrong in it
-    reaches the step. phases: those of the step, to mark what it takes."""
+    reaches the step. aside: a context for what it takes, by which others know why the rank is late."""
 
     def __init__(
-        self, folder: Path, *, rank: int, section: InspectSection, device: torch.device, phases: Phases | None = None
-    ) -> None:
+        self, folder: Path, *, rank: int, section: InspectSection, device: torch.device,
+        aside: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:  # fmt: skip
         self.folder, self.rank = folder, rank
-        self._phases = phases
+        self._aside = aside
         self._every, self._keep, self._device = section.trace_every, section.traces, device
         self._file = folder / ASK_FILE if section.trace_on == "file" else None
         if self._file is not None:
@@ -91,9 +91,6 @@ class StepProfiler:
             if profiler is not None:
                 with self._aside():
                     self._stop(profiler, step, anchor)
-
-    def _aside(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._phases is None else self._phases("profile_s")
 
     def _started(self, step: int) -> profile | None:
         activities = [ProfilerActivity.CPU]

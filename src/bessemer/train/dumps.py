@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -70,14 +71,15 @@ class Fault:
 
 class Dumps:
     """Writes dumps into `folder`, the run's `dumps`. number: by which the run knows this rank; attempt: what tells
-    this attempt of the run from others; blackbox: this rank's; tell: one event of the run."""
+    this attempt of the run from others; blackbox: this rank's; tell: one event of the run; aside: a context for what a
+    dump takes, by which others know why the rank is late."""
 
     def __init__(
         self, folder: Path, job: Job, mesh: Mesh, *, number: int, attempt: str, blackbox: Path,
-        tell: Callable[..., None],
+        tell: Callable[..., None], aside: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
         self.folder, self.job, self.mesh = folder, job, mesh
-        self.number, self.attempt, self.blackbox, self._tell = number, attempt, blackbox, tell
+        self.number, self.attempt, self.blackbox, self._tell, self._aside = number, attempt, blackbox, tell, aside
         self.units: list[int] = []
         """The units that this rank's micro-batches are cut from, in their order."""
         self._start_t = time.time()
@@ -98,7 +100,7 @@ class Dumps:
                 **self._micro_batches(passes, fault.step, fault.batches, bag, fault.tensors),
             }
 
-        with passes.phases("dump_s"):
+        with self._aside(), passes.phases("dump_s"):
             return self._written(fault.step, record, bag)
 
     def exception(self, passes: Passes, step: int, error: Exception) -> None:
@@ -127,7 +129,7 @@ class Dumps:
                 **self._micro_batches(passes, step, batches, bag, found),
             }
 
-        with passes.phases("dump_s"):
+        with self._aside(), passes.phases("dump_s"):
             path = self._written(step, record, bag)
         if path:
             error.add_note(f"dump of this fault: {path}\n`bessemer landing --replay {path}` runs it again")
@@ -239,7 +241,7 @@ def dumps_of(job: Job, mesh: Mesh, member: Member, recorder: Recorder) -> Dumps 
     assert member.run_folder is not None
     return Dumps(
         member.run_folder / "dumps", job, mesh, number=member.number, attempt=member.folder_token(),
-        blackbox=recorder.path, tell=member.event,
+        blackbox=recorder.path, tell=member.event, aside=lambda: member.aside("dumping"),
     )  # fmt: skip
 
 
@@ -251,7 +253,13 @@ def profiler_of(job: Job, mesh: Mesh, member: Member, phases: Phases) -> StepPro
         return None
     assert member.run_folder is not None
     folder = member.run_folder / "traces"
-    return StepProfiler(folder, rank=member.number, section=section, device=mesh.device, phases=phases)
+
+    @contextlib.contextmanager
+    def aside() -> Iterator[None]:
+        with member.aside("profiling"), phases("profile_s"):
+            yield
+
+    return StepProfiler(folder, rank=member.number, section=section, device=mesh.device, aside=aside)
 
 
 def _print(text: str) -> None:
