@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from train.loops import small_job
 
+from bessemer.core.job import Job
 from bessemer.core.job_file import dump_job
 from bessemer.data import prepare
 
@@ -57,7 +58,12 @@ def committed(self, at, *args, **named):
     return commit(self, at, *args, **named)
 
 step.Step.run, step.Step.commit = sabotaged, committed
-sys.exit(worker.main())
+if "BESSEMER_AGENT" in os.environ:
+    sys.exit(worker.main())
+from bessemer.api._flight import beside
+from bessemer.core.job_file import load_job
+job = load_job("job.toml")
+sys.exit(worker.join(job, beside(job)))
 """
 AGENT = """
 import sys
@@ -75,21 +81,49 @@ def watched_run(
     folder: Path, how: str, guilty: int, at_step: int, **sections: dict[str, Any]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The agent of a run in `folder`/runs/small, of which one rank goes wrong in step `at_step` (from 0)."""
+    _write(folder, sections)
+    with _started(folder, "agent", [sys.executable, "-c", AGENT, how, str(guilty), str(at_step)]) as agent:
+        yield agent  # the kernel ends ranks and watch with it
+
+
+@contextmanager
+def launched_run(
+    folder: Path, how: str, guilty: int, at_step: int, port: int, **sections: dict[str, Any]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The same with ranks that another launcher started: one process each, with what they say in rank-R.log."""
+    job = _write(folder, sections)
+    world = {"WORLD_SIZE": str(job.layout.world_size), "LOCAL_WORLD_SIZE": str(job.layout.world_size)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "rank.py", how, str(guilty), str(at_step)]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                _started(folder, f"rank-{rank}", command, RANK=str(rank), LOCAL_RANK=str(rank), **world, **meeting)
+            )
+            for rank in range(job.layout.world_size)
+        ]
+
+
+def _write(folder: Path, sections: dict[str, Any]) -> Job:
     keep = {"every": 0} | sections.pop("keep", {})
     train = {"eval_every": 0} | sections.pop("train", {})
     job = small_job(folder, keep=keep, train=train, **sections)
     prepare(job)
     (folder / "job.toml").write_text(dump_job(job))
     (folder / "rank.py").write_text(SABOTAGED)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", AGENT, how, str(guilty), str(at_step)]
-    with open(folder / "agent.log", "wb") as log:
-        agent = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    return job
+
+
+@contextmanager
+def _started(folder: Path, name: str, command: list[str], **more: str) -> Iterator[subprocess.Popen[bytes]]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | more
+    with open(folder / f"{name}.log", "wb") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
     try:
-        yield agent
+        yield process
     finally:
-        agent.kill()  # the kernel ends ranks and watch with it
-        agent.wait()
+        process.kill()
+        process.wait()
 
 
 def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -101,8 +135,8 @@ def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def first_finding(folder: Path, agent: subprocess.Popen[bytes], kind: str, timeout_s: float = 150.0) -> dict[str, Any]:
-    """The first finding of that kind, as soon as it is told. The time counts from the first step on: on a busy machine
-    ranks may take minutes to start."""
+    """The first finding of that kind, as soon as it is told. `agent`: or rank 0 of a launched run. The time counts from
+    the first step on: on a busy machine ranks may take minutes to start."""
     started_s = None
     metrics = folder / "runs" / "small" / "metrics.jsonl"
     while started_s is None or time.monotonic() - started_s < timeout_s:
@@ -110,8 +144,12 @@ def first_finding(folder: Path, agent: subprocess.Popen[bytes], kind: str, timeo
         for event in events_of(folder, "finding"):
             if event["kind"] == kind:
                 return event
-        assert not ended, f"the run ended with {agent.poll()}: {(folder / 'agent.log').read_text()[-2000:]}"
+        assert not ended, f"the run ended with {agent.poll()}: {_said(folder)}"
         if started_s is None and metrics.exists() and metrics.stat().st_size:
             started_s = time.monotonic()
         time.sleep(0.1)
-    raise AssertionError(f"no {kind} in {timeout_s} s; {(folder / 'agent.log').read_text()[-2000:]}")
+    raise AssertionError(f"no {kind} in {timeout_s} s; {_said(folder)}")
+
+
+def _said(folder: Path) -> str:
+    return "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))

@@ -20,7 +20,7 @@ from bessemer.core.job import Job
 from bessemer.inspect.flight import Flight
 from bessemer.inspect.flight_meter import RankMeter, RankStep
 from bessemer.inspect.flight_records import Finding, Placement, Standstill
-from bessemer.inspect.flight_standstill import across_groups, is_stopped, python_stack
+from bessemer.inspect.flight_standstill import across_groups, is_stopped, log_of, python_stack
 from bessemer.inspect.flight_watch import FlightWatch, _row
 from bessemer.inspect.landing import read_landing
 from bessemer.inspect.landing_hang import find_hang
@@ -239,6 +239,7 @@ def test_a_stack_is_asked_for_and_the_process_goes_on(tmp_path: Path) -> None:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file)
         try:
             assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            assert log_of(process.pid) == log
             frames = python_stack(process.pid, log, within_s=10.0)
             assert process.poll() is None  # also where nobody answers the signal, which would end it
             assert bool(frames) is registered

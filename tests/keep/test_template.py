@@ -81,9 +81,9 @@ def test_a_forked_rank_is_a_child_of_the_agent(template: Template, tmp_path: Pat
 def test_it_is_stopped_signalled_and_killed_like_any_child(template: Template, tmp_path: Path) -> None:
     child = rank(template, tmp_path, "sleep")
     until(lambda: len(child.tail()) == 2)
-    assert child.exit_code() is None and not child.stopped()
+    assert child.exit_code() is None and not child.stopped_s()
     child.signal(signal.SIGSTOP)
-    until(child.stopped)
+    until(child.stopped_s)
     child.kill_session()
     assert child.wait(30) == -signal.SIGKILL
     child.signal(signal.SIGTERM)

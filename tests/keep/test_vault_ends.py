@@ -96,6 +96,19 @@ def test_a_step_that_a_rank_left_out_is_given_up(vault):
     assert os.listdir(vault.root) == ["step-20"]
 
 
+def test_what_one_rank_of_an_earlier_group_handed_in_is_no_part_of_a_later_ones_save(vault):
+    """Else the checkpoint would be of both, and the rank that hands in again would wait for the others for ever."""
+    earlier, state = make_state(1), make_state(2)
+    with VaultClient(vault.socket, rank=1, world_size=2) as alone:
+        alone.save(10, rows(earlier, 1, 2), META)
+    a, b = _pair(vault)
+    with a, b:
+        a.save(10, rows(state, 0, 2), META)
+        b.save(10, rows(state, 1, 2), META)
+        assert [s["step"] for client in (a, b) for s in client.wait(WAIT_S)] == [10, 10]
+    assert_holds(CheckpointFolder(vault.root).newest_verified().checkpoint, state)
+
+
 def test_a_restarted_rank_finds_its_memory_and_can_save_the_same_step_again(vault):
     with VaultClient(vault.socket) as first:
         first.save(10, whole(make_state(1)), META)

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,37 +37,70 @@ STEPS = 30
 RANK = """
 import sys, time
 from pathlib import Path
-from bessemer.train import elastic, worker
+from bessemer.train import elastic, leader_saver, worker
 
 place, *dues = sys.argv[1:]
 
+def come_to(at):
+    Path(place).write_text(str(at))
+    for due in dues:
+        while at == int(due) and not Path(f"{place}-{due}").exists():
+            time.sleep(0.01)
+
 def slowly(whole):
     def step(self, at, batches):
-        Path(place).write_text(str(at))
         time.sleep(0.1)
-        for due in dues:
-            while at == int(due) and not Path(f"{place}-{due}").exists():
-                time.sleep(0.01)
+        come_to(at)
         return whole(self, at, batches)
     return step
 
+def at_the_end(whole):
+    def wait(self):
+        found = whole(self)
+        come_to(STEPS)
+        return found
+    return wait
+
 elastic.ElasticLoop._step = slowly(elastic.ElasticLoop._step)
+leader_saver.LeaderSaver.wait = at_the_end(leader_saver.LeaderSaver.wait)
 sys.exit(worker.main())
 """
 
 
-def _job(folder: Path, **sections: dict[str, Any]) -> Job:
+IMPATIENT = """
+from bessemer.train import leader_saver
+
+leader_saver._SAVE_PATIENCE_S = leader_saver._LAST_PATIENCE_S = 1.0
+"""
+VAULT = """
+import sys
+from pathlib import Path
+
+started = Path(sys.argv.pop(1))
+if started.exists():
+    sys.exit(3)
+started.touch()
+from bessemer.keep import vault
+
+sys.exit(vault.main())
+"""
+
+
+def _job(folder: Path, restarts: int = 0, **sections: dict[str, Any]) -> Job:
     """Two groups that save every fourth step, on disk, and every step in memory."""
-    keep = {"every": 4, "memory_every": 1, "mode": "zero-interruption", "sums": "exact"}
+    keep = {"every": 4, "memory_every": 1, "mode": "zero-interruption", "sums": "exact", "restarts": restarts}
     job = small_job(folder, layout={"dp": 2}, train={"steps": STEPS}, keep=keep, data={"val_fraction": 0.0}, **sections)
     prepare(job)
     return job
 
 
-def _run(job: Job, folder: Path, *acts: tuple[int, Callable[[], None]]) -> int:
-    """The exit code of the run. Each act comes while ranks are at that step (from 0), in order: they wait for it."""
+def _run(
+    job: Job, folder: Path, *acts: tuple[int, Callable[[], None]], rank: str = RANK, vault: Sequence[str] | None = None
+) -> int:
+    """The exit code of the run. Each act comes while ranks are at that step (from 0), in order: they wait for it. At
+    STEPS a rank has nothing more to save."""
     script, at = folder / "rank.py", folder / "at"
-    script.write_text(RANK)
+    script.write_text(rank.replace("STEPS", str(STEPS)))
     dues = [str(due) for due, _ in acts]
     over = threading.Event()
 
@@ -85,16 +119,17 @@ def _run(job: Job, folder: Path, *acts: tuple[int, Callable[[], None]]) -> int:
     thread = threading.Thread(target=act)
     thread.start()
     try:
-        return run(job, Options(command=(sys.executable, str(script), str(at), *dues), quiet=True))
+        options = Options(command=(sys.executable, str(script), str(at), *dues), quiet=True)
+        return run(job, options if vault is None else replace(options, vault=tuple(vault)))
     finally:
         over.set()
         thread.join()
 
 
-def _vault(but: int = -1) -> int:
-    """Its process; but: of one that is gone, so that another is to come."""
+def _vault(but: int = -1, name: str = "bessemer.keep.vault") -> int:
+    """Its process; but: of one that is gone, so that another is to come; name: a word of its command."""
     deadline = time.monotonic() + 60
-    while (pid := child_running(os.getpid(), "bessemer.keep.vault")) in (None, but):
+    while (pid := child_running(os.getpid(), name)) in (None, but):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert pid is not None
@@ -123,8 +158,9 @@ def test_the_memory_checkpoints_process_dies(tmp_path: Path) -> None:
     assert [e["step"] for e in _events(job, "saved")][-1] == STEPS
 
 
-def test_the_vault_dies_again_and_again_and_is_stopped(tmp_path: Path) -> None:
+def test_the_vault_dies_again_and_again_and_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is followed by another as often as it takes. One that is stopped would have a save wait for it."""
+    monkeypatch.setattr(vault_host, "PAUSES_S", (0.0,))
     job, last = _job(tmp_path), -1
 
     def strike(number: signal.Signals) -> Callable[[], None]:
@@ -138,22 +174,62 @@ def test_the_vault_dies_again_and_again_and_is_stopped(tmp_path: Path) -> None:
     acts = [(step, strike(signal.SIGKILL)) for step in (3, 6, 9)] + [(14, strike(signal.SIGSTOP))]
     assert _run(job, tmp_path, *acts) == 0
     _assert_whole(job)
-    assert sum("another is started" in event["message"] for event in _events(job, "warning")) == 4
+    told = [event["message"] for event in _events(job, "warning") if "another is started" in event["message"]]
+    assert len(told) == 4 and "was stopped for 1.5 s and ended" in told[-1], told
 
 
-def test_no_vault_comes_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No group is held up for longer than a save may wait, none is lost; but the run hasn't finished."""
-    monkeypatch.setattr(vault_host, "PAUSES_S", (0.0, 600.0))
+def test_a_vault_comes_for_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No group is held up for longer than a save may wait while none comes, and none is lost; where no other save
+    follows, it doesn't keep one waiting for its time."""
+    monkeypatch.setattr(vault_host, "PAUSES_S", (600.0,))
     job = _job(tmp_path)
-    assert _run(job, tmp_path, (21, lambda: os.kill(_vault(), signal.SIGKILL))) == 1
-    assert [metric["step"] for metric in RunFolder(job).metrics()] == list(range(1, STEPS + 1))
+    assert _run(job, tmp_path, (21, lambda: os.kill(_vault(), signal.SIGKILL))) == 0
+    _assert_whole(job)
     told = [event["message"] for event in _events(job, "warning")]
     assert [text for text in told if "another is started in 600 s" in text]
-    refused = [int(text.split()[1]) for text in told if "is not saved" in text]
-    assert refused == [24, 28, STEPS, STEPS], "the last one by one group after the other"
-    assert not [e for e in _events(job, "rank_lost") if e["step"] < STEPS]
-    [failed] = _events(job, "failed")
-    assert failed["code"] == "vault-lost"
+    assert [int(text.split()[1]) for text in told if "is not saved" in text][:2] == [24, 28]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_no_vault_comes_any_more(tmp_path: Path, restarts: int) -> None:
+    """Every step is made, and told of; but the run hasn't finished. Nor has it where it's started again in vain."""
+    vault = tmp_path / "vault.py"
+    vault.write_text(VAULT)
+    job = _job(tmp_path, restarts=restarts)
+    command = (sys.executable, str(vault), str(tmp_path / "started"))
+    act = 21, lambda: os.kill(_vault(name=str(vault)), signal.SIGKILL)
+    assert _run(job, tmp_path, act, rank=IMPATIENT + RANK, vault=command) == 1
+    assert [metric["step"] for metric in RunFolder(job).metrics()] == list(range(1, STEPS + 1))
+    refused = [int(e["message"].split()[1]) for e in _events(job, "warning") if "is not saved" in e["message"]]
+    assert refused[:4] == [24, 28, STEPS, STEPS], "the last one by one group after the other"
+    assert not [e for e in _events(job, "rank_lost") if e["step"] < 20]
+    assert [e["event"] for e in RunFolder(job).events()][-1] == "failed"
+    assert not _events(job, "finished")
+
+
+def test_every_rank_dies_when_the_last_save_is_made(tmp_path: Path) -> None:
+    """What starts again finds nothing left to train, and ends; as a finished run does that is trained again."""
+    job = _job(tmp_path, restarts=1)
+
+    def kill_all() -> None:
+        folder = CheckpointFolder(job.run.folder / "checkpoints")
+        while folder.steps()[-1:] != [STEPS]:
+            time.sleep(0.01)
+        for rank in {e["rank"]: e["pid"] for e in _events(job, "rank_started")}.values():
+            os.kill(rank, signal.SIGKILL)
+
+    assert _run(job, tmp_path, (STEPS, kill_all)) == 0
+    _assert_ended(job)
+    assert [e["step"] for e in _events(job, "loaded")] == [0, STEPS]
+    assert _run(job, tmp_path) == 0
+    _assert_ended(job)
+    assert [e["step"] for e in _events(job, "loaded")] == [0, STEPS, STEPS]
+
+
+def _assert_ended(job: Job) -> None:
+    assert [metric["step"] for metric in RunFolder(job).metrics()] == list(range(1, STEPS + 1))
+    assert [e["event"] for e in RunFolder(job).events()][-1] == "finished"
+    assert CheckpointFolder(job.run.folder / "checkpoints").steps()[-1] == STEPS
 
 
 def _assert_told_and_saved_again(job: Job) -> None:

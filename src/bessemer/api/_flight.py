@@ -1,4 +1,4 @@
-"""The watch beside a run: `train` starts it, and it ends with the run's agent."""
+"""The watch beside a run: `train` starts it, and it ends with the run's agent, or with rank 0 of another launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["beside"]
 
 
 def beside(job: Job) -> Callable[[Path, Path], AbstractContextManager[object]]:
-    """What an agent of `job` runs beside itself, given the run folder and the agent's socket."""
+    """What an agent of `job`, or its rank 0, runs beside itself, given the run folder and the socket that takes records
+    there."""
     return _watched if job.inspect.flight != "off" else lambda folder, agent: nullcontext()
 
 
@@ -30,7 +31,12 @@ def _watched(folder: Path, agent: Path) -> Iterator[None]:
     child = Child(
         command, {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}, folder / "logs/flight.log"
     )
-    child.start()
+    try:
+        child.start()
+    except OSError as error:
+        print(f"the run goes on without its watch, which can't be started: {error}", file=sys.stderr, flush=True)
+        yield
+        return
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from bessemer.api._check import check
 from bessemer.api._dry_run import DryRun
 from bessemer.api._dry_run import dry_run as run_dry
 from bessemer.api._extras import need
+from bessemer.api._flight import beside
 from bessemer.api._takeoff import before_training
 from bessemer.core.errors import ConfigError, RequestError
 from bessemer.core.units import format_bytes, format_count
@@ -81,8 +82,7 @@ def train(
     if launch is not None and job.keep.mode == "restart":
         from bessemer.train.worker import join
 
-        return Trained(join(job))
-    from bessemer.api._flight import beside
+        return Trained(join(job, beside(job)))
     from bessemer.keep.agent import Options, run
 
     prepare = partial(_prepare_data, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from bessemer.runtime.blackbox import Blackbox, Group, Operation
 
-__all__ = ["ACROSS", "STACK_SIGNAL", "across_groups", "is_stopped", "python_stack"]
+__all__ = ["ACROSS", "STACK_SIGNAL", "across_groups", "is_stopped", "log_of", "python_stack"]
 
 STACK_SIGNAL = signal.SIGUSR1
 """A rank answers it with the Python stacks of its threads, in its log (`keep.member`)."""
@@ -69,6 +70,14 @@ def _sum(number: int, group: Group, order: int, at_s: float, finish_s: float | N
     return Operation(number, group, "all_reduce", order, "float32", 4, 0, 0, None, at_s, at_s, finish_s)
 
 
+def log_of(pid: int) -> Path | None:
+    """Where a process writes its errors, if that is a file: a rank's log, or that of another launcher."""
+    with contextlib.suppress(OSError):
+        path = Path(f"/proc/{pid}/fd/2").readlink()
+        return path if path.is_file() else None
+    return None
+
+
 def python_stack(pid: int, log: Path, *, within_s: float = 0.5) -> list[str]:
     """Ask a rank for its Python stacks; the innermost lines of its main thread, as its log has them.
 
@@ -76,7 +85,7 @@ def python_stack(pid: int, log: Path, *, within_s: float = 0.5) -> list[str]:
     """
     if not _catches(pid, STACK_SIGNAL) or is_stopped(pid):
         return []
-    start = log.stat().st_size if log.exists() else 0
+    start = log.stat().st_size
     try:
         os.kill(pid, STACK_SIGNAL)
     except ProcessLookupError:
@@ -84,13 +93,12 @@ def python_stack(pid: int, log: Path, *, within_s: float = 0.5) -> list[str]:
     deadline, text = time.monotonic() + within_s, ""
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        if log.exists():
-            before = len(text)
-            with log.open("rb") as file:  # it may be large
-                file.seek(start)
-                text = file.read().decode(errors="replace")
-            if text and len(text) == before:
-                break
+        before = len(text)
+        with log.open("rb") as file:  # it may be large
+            file.seek(start)
+            text = file.read().decode(errors="replace")
+        if text and len(text) == before:
+            break
     return _main_thread(text)
 
 

@@ -38,7 +38,7 @@ from bessemer.inspect.flight_records import (
     Standstill,
     StepSample,
 )
-from bessemer.inspect.flight_standstill import across_groups, is_stopped, python_stack
+from bessemer.inspect.flight_standstill import across_groups, is_stopped, log_of, python_stack
 from bessemer.keep.process import usable_cores
 from bessemer.keep.record_tail import Tail
 from bessemer.keep.step_times import StepTimes
@@ -272,8 +272,10 @@ class FlightWatch:
         """What the interpreter of a rank that hangs is at, which its black box doesn't say."""
         stacks = []
         for rank in finding.ranks[:4] if finding.kind == "hang" else ():
-            frames = python_stack(self._meters[rank].pid, self.folder / "logs" / f"rank-{rank}.log")
-            stacks += [f"logs/rank-{rank}.log: stack, innermost first: {' <- '.join(frames)}"] if frames else []
+            log = log_of(self._meters[rank].pid)
+            frames = [] if log is None else python_stack(self._meters[rank].pid, log)
+            named = log.relative_to(self.folder) if log is not None and log.is_relative_to(self.folder) else log
+            stacks += [f"{named}: stack, innermost first: {' <- '.join(frames)}"] if frames else []
         return replace(finding, evidence=(*finding.evidence, *stacks))
 
 

@@ -217,8 +217,9 @@ class Agent:
         self.journal.printer.line("restart", text, "yellow")
         self._source = source
         self._plan, self._failing = [], False
-        if not self.vault.running:
-            self.vault.start(self._hub)
+        self._killed = self.vault.ready(self._hub)
+        if self._killed:
+            return False
         self._reset_ranks()
         return True
 
@@ -354,6 +355,7 @@ class Agent:
             self._later(self.timeouts.vault_s, lambda: self._kill_vault(f"within {self.timeouts.vault_s:g} s"))
         while self.vault.running:
             self._turn(wishes)
+            self.vault.tend(self._hub)
             if len(wishes.names) > 1:
                 self._kill_vault("before the second signal")
 
@@ -368,13 +370,14 @@ class Agent:
     def _conclude(self) -> int:
         ranks = list(self._judged())
         first = self._ladder.first
+        lost = "" if self.journal.end in ("finished", "stopped") else self.vault.lost_text(ranks_run=False)
         if first is not None and cause_of(ranks) is not None:
             ranks = [first]  # what came after it may be no more than its consequence
         return Ending(
             ranks=ranks,
             journal=self.journal,
             stopping=self.reception.stopping,
-            trouble=self._killed or self.journal.broken or self.vault.lost_text(ranks_run=False),
+            trouble=self._killed or self.journal.broken or lost,
             again=_again(self.options, self.folder),
         ).conclude()
 

@@ -323,15 +323,14 @@ class Coordinator(Switchboard):
         for group in self._leavers:
             self.membership.leave(group)
         for seat in fenced:
-            text = f"group {seat[0]} did not come whole to the new coordinator"
-            self._send(self._ranks.pop(seat), {"kind": "fenced", "term": m.term, "why": text})
+            why = f"group {seat[0]} came in part"
+            self._send(self._ranks.pop(seat), {"kind": "fenced", "term": m.term, "why": why})
         known = takeover.known
         left = sorted({*known.active, *known.joining} - set(self.membership.groups))
         self._tell_agents("took_over", term=m.term, epoch=known.epoch, step=self.membership.step, lost=left)
         if self.membership.begun and self.membership.step >= m.steps:
-            till = time.monotonic() + self._lease_s
-            held, here = (known.epoch, known.active), self.membership.active
-            self._conclusion = Conclusion(m.block, *held, here=here, told=False, not_before=till)
+            till, here = time.monotonic() + self._lease_s, self.membership.active
+            self._conclusion = Conclusion(m.block, known.epoch, known.active, here=here, told=False, not_before=till)
         self._decide(before=(known.epoch, known.step))
         self._settle_scale()
 
@@ -350,6 +349,8 @@ class Coordinator(Switchboard):
             self._tell_agents("commit", step=m.step, epoch=epoch)
         if m.epoch != epoch:
             self._tell_agents("epoch", epoch=m.epoch, step=m.step, active=m.active, joining=m.joining, term=m.term)
+        if m.begun and m.step >= m.steps and self._conclusion is None:  # it begins where it ends
+            self._conclusion = Conclusion(m.block, m.epoch, m.active, told=False)
 
     def _tell_ranks(self, message: Message) -> None:
         groups, places, record = message
@@ -362,10 +363,8 @@ class Coordinator(Switchboard):
         frame = b"" if epoch and epoch["joins"] else pack(record)
         for place in places:
             own = frame or pack(self._with_addresses(record, place))
-            for group in groups:
-                peer = self._ranks.get((group, place))
-                if peer is not None:
-                    self._post(peer, own)
+            for peer in filter(None, (self._ranks.get((group, place)) for group in groups)):
+                self._post(peer, own)
 
     def _keep(self, m: Membership) -> None:
         """A decision is with the log and the standbys before any member hears of it."""

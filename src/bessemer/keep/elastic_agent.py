@@ -104,9 +104,9 @@ class ElasticAgent(Agent):
         self.coordinators = self._new_coordinators()
         for store in (*self.place.glob("epoch-*"), *self.place.glob("store-*")):
             store.unlink()  # full of the keys of dead ranks
-        for known in (self.ranks, self._groups, self._kept):
+        for known in (self.ranks, self._groups, self._kept, self._proved):
             known.clear()
-        self._active, self._joining, self._quick = [], [], 0
+        self._active, self._joining, self._quick, self._finished = [], [], 0, False
         self._replicas, self._progress = self.job.replicas, StepTimes()
         self.coordinators.start()
         for _ in range(self._share_of_groups(self.job.replicas)):
@@ -197,8 +197,9 @@ class ElasticAgent(Agent):
     def _from_coordinator(self, event: str, fields: dict[str, Any]) -> None:
         if event in ("commit", "took_over"):
             self._progress.note(int(fields["step"]))
-            self._finished = self._progress.step >= self.job.train.steps
+            self._finished = self._progress.step >= self.job.train.steps and bool(self._active)  # else it begins there
         if event == "concludes":
+            self._finished = True
             self._active = [name for name in self._active if name >= int(fields["group"])]
             self._tell_kept()
         if event == "commit":
@@ -245,8 +246,9 @@ class ElasticAgent(Agent):
         """Every so often: a sign of life, and a look at those that stand still."""
         self._later(WATCH_S, self._watch_ranks)
         self._give_sign()
-        if self.vault.child is not None and self.vault.running and self.vault.child.stopped_s() > self._lease_s:
-            self.vault.kill()  # or a save would wait for it
+        text = self.vault.tend(self._hub, self._lease_s, hurry=self._finished or self.reception.stopping)
+        if text:
+            self.journal.event("warning", message=text, rank=None)
         for group in [g for g in self._groups.values() if not g.lost]:
             for state in [s for s in group.states if not s.gone]:
                 stopped_s = 0.0 if state.child is None else state.child.stopped_s()
@@ -328,21 +330,19 @@ class ElasticAgent(Agent):
         return not any(not g.lost and self._is_active(g) for g in self._groups.values())
 
     def _on_vault_end(self) -> None:
-        """The groups go on; the one that leads connects to the next vault with its next save."""
-        if all(state.gone for state in self.ranks.values()):
+        """The groups go on; the one that leads connects to the next vault with its next save. Of several hosts one may
+        have no group for a while."""
+        over = self._finished or self.reception.stopping
+        if (
+            self.vault.finishing
+            or self._failing
+            or self._killed
+            or (over and all(state.gone for state in self.ranks.values()))
+        ):
             super()._on_vault_end()
             return
         self.vault.reap()
-        self._replace_vault(self.vault.lost_text(ranks_run=True))
-
-    def _replace_vault(self, why: str) -> None:
-        """As often as it takes: a run that goes on for weeks is not to be without its checkpoints."""
-        if not why or all(state.gone for state in self.ranks.values()):
-            return
-        pause_s = self.vault.pause_s()
-        text = f"{why}; another is started{f' in {pause_s:g} s' if pause_s else ''}, and saves from the next save on"
-        self.journal.event("warning", message=text, rank=None)
-        self._later(pause_s, lambda: self._replace_vault(self.vault.start_again(self._hub, self._give_sign)))
+        self.journal.event("warning", message=self.vault.lose(), rank=None)
 
     def _dismiss_spares(self) -> None:
         for group in self._groups.values():

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -113,6 +115,8 @@ class Services:
                 lost = self.vault.lost_text(any(not state.gone for state in self.ranks.values()))
                 if lost and self.journal is not None:
                     self.journal.event("warning", message=f"nothing is saved any more: {lost}", rank=None)
+            elif heard.record is not None and heard.record.get("kind") == "evict":
+                self._evict(int(heard.record["rank"]), str(heard.record["why"]))
             elif heard.link is not None:
                 self.reception.take(heard)
                 if heard.record is None and heard.link.rank is not None:
@@ -138,6 +142,21 @@ class Services:
             if other.link is not None and other is not state:
                 other.link.send(refusal)
 
+    def _evict(self, rank: int, why: str) -> None:
+        """End a rank of this host that does harm, as the watch asks where the job lets it. What follows is the
+        launcher's doing."""
+        state = self.ranks.get(rank)
+        if self.journal is None or state is None:
+            if self.journal is not None:
+                text = f"rank {rank} is to be evicted, but is on another host than the one that could end it: {why}"
+                self.journal.event("warning", message=text, rank=rank)
+        elif state.link is not None and not state.gone:
+            with contextlib.suppress(OSError):
+                pid = state.link.peer()
+                if pid > 0:  # 0: in a container that isn't seen from here
+                    os.kill(pid, signal.SIGKILL)
+                    self.journal.event("evicted", rank=rank, why=why)
+
     def _on_stop(self, name: str) -> None:
         if self.journal is not None:
             self.journal.event("stop_requested", signal=name)
@@ -156,7 +175,8 @@ class Services:
     def _conclude(self) -> int:
         if self.journal is None:
             return 0
-        lost = self.vault.lost_text(ranks_run=False) if self.vault is not None else ""
+        saved = self.vault is None or self.journal.end in ("finished", "stopped")
+        lost = "" if saved or self.vault is None else self.vault.lost_text(ranks_run=False)
         return Ending(
             ranks=self.ranks.values(),
             journal=self.journal,

@@ -6,6 +6,7 @@ import contextlib
 import selectors
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ __all__ = ["Heard", "Hub", "Interrupted", "Link", "Wishes", "signals_into", "sig
 SEND_S = 5.0
 """How long a message to a process may take. It is a few bytes, so a full socket means that nobody reads it."""
 
+_PEER = struct.Struct("3i")  # pid, uid, gid: unix(7)
 _SAME_SIGNAL_S = 0.5
 """Two signals closer than this are one wish: `timeout` and shells send to a process and to its group."""
 
@@ -41,6 +43,11 @@ class Link:
         with contextlib.suppress(OSError):
             self.socket.sendall(pack(record))
         self.socket.setblocking(False)
+
+    def peer(self) -> int:
+        """The process at the other end of a Unix socket. OSError where it's closed."""
+        pid, _, _ = _PEER.unpack(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        return int(pid)
 
 
 @dataclass(frozen=True)

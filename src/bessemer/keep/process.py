@@ -44,7 +44,7 @@ class Child:
     _process: subprocess.Popen[bytes] = field(init=False, repr=False)
 
     def start(self) -> None:
-        """Raises FileNotFoundError or PermissionError when the command can't be run."""
+        """OSError when the command can't be run, or no process is to be had; then there is none."""
         output: IO[bytes] | None = None
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,12 @@ class Child:
         finally:
             if output is not None:
                 output.close()
-        self.pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
 
     @property
     def pid(self) -> int:

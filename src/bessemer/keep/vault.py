@@ -248,6 +248,7 @@ class Vault:
         if earlier is not None:
             self._copies.forget(seat.rank)  # the earlier one may still write there: the newcomer gets memory of its own
             self._part_from(earlier)
+        self._steps.renew()
         client.seat = seat
         self._clients[seat.rank] = client
         self._send(client, {"op": "welcome"})

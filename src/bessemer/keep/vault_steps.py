@@ -106,6 +106,7 @@ class _Step:
     shards: dict[int, Shards] = field(default_factory=dict)  # of the ranks whose part is durable
     running: int = 0  # jobs of it in the pool
     completing: bool = False
+    orphaned: bool = False  # a client has gone that had handed in
     error: CheckpointError | None = None
     dropped: bool = False
     start: float = field(default_factory=time.monotonic)
@@ -149,7 +150,18 @@ class Steps:
         for held in [h for h in self._held if h.seat.rank == rank]:
             self._held.remove(held)
             held.copy.written(held.generation)
+        for work in self._steps.values():
+            work.orphaned |= rank in work.metas
         self._drop_without(rank, before=None)
+
+    def renew(self) -> None:
+        """A client has come: what one before it had handed in and others of its time have not is given up, or a
+        checkpoint would come from two attempts, and whoever handed in again would wait for the others."""
+        for work in self._steps.values():
+            if work.orphaned and len(work.metas) < work.local_world_size and work.error is None:
+                work.error = CheckpointError("a rank went away", code="checkpoint-dropped", step=work.step)
+                work.dropped = True
+        self._go_on()
 
     def hand_in(self, seat: Seat, copy: MemoryCopy, step: int, generation: int) -> None:
         """Write what a rank has committed in a generation of its memory as its part of a step. ValueError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class Ending:
     """Everything that decides how a run ended: its ranks, whether somebody asked it to stop, and `trouble`, why it
     failed although no rank did (killed by us, vault lost). `again` is what to type to go on."""
 
-    ranks: Iterable[RankState]
+    ranks: Collection[RankState]
     journal: Journal
     stopping: bool
     trouble: str
@@ -44,9 +44,11 @@ class Ending:
             if not journal.loaded and report["code"].startswith("checkpoint"):
                 return int(report["exit_code"])  # what lies there was refused, and the report says what to do
             return self._say_saved(report["exit_code"], has_fix=bool(report["fix"]))
-        if self.trouble:
-            journal.event("failed", code="ended", message=self.trouble, rank=None, step=journal.step)
-            self._say(f"failed [ended] {self.trouble}")
+        nobody = not self.ranks and not self.stopping and journal.end != "finished"
+        trouble = self.trouble or ("no rank was left that could finish it" if nobody else "")
+        if trouble:
+            journal.event("failed", code="ended", message=trouble, rank=None, step=journal.step)
+            self._say(f"failed [ended] {trouble}")
             return self._say_saved(1)
         stopped = self.stopping or any(3 in (r.exit_code, r.said) for r in self.ranks)
         if stopped and journal.end != "finished":

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
 from bessemer.comm import collectives as comm
-from bessemer.core.errors import BessemerError, CheckpointError
+from bessemer.core.errors import BessemerError
 from bessemer.core.hf_config import resolve_model
 from bessemer.core.job import Job
 from bessemer.core.machine import load_machine
@@ -23,7 +20,6 @@ from bessemer.keep.join import rendezvous
 from bessemer.keep.links import SECRET
 from bessemer.keep.meeting_store import MeetingStore
 from bessemer.keep.member import Member
-from bessemer.keep.slices import Slice
 from bessemer.keep.vault_client import VaultClient
 from bessemer.parallel.across import Link, connect_gloo, connect_nccl
 from bessemer.parallel.mesh import build_mesh
@@ -33,6 +29,7 @@ from bessemer.runtime.recorder import Recorder
 from bessemer.train.assembly import assemble
 from bessemer.train.dumps import dumps_of, profiler_of
 from bessemer.train.elastic import Connector, ElasticLoop, group_job
+from bessemer.train.leader_saver import LeaderSaver
 from bessemer.train.opened import keep_tokenizer
 from bessemer.train.restore import Origin
 from bessemer.train.startup import note_machine, tell_start
@@ -45,108 +42,6 @@ SILENT_LEASES = 2
 """On several hosts the coordinator's may fall silent with no end of its connections."""
 ACROSS_TIMEOUT_S = 60.0
 """Of a sum across groups. It is given up long before, when the coordinator knows who is lost."""
-
-
-_OF_THE_DISK = ("disk-full", "checkpoint-write")
-_SAVE_PATIENCE_S = 5.0
-"""For a vault to come that takes a save. Well below the time after which a rank without progress is given up."""
-
-
-class LeaderSaver:
-    """The vault, of which only the group that leads is a client, from its first save on and for as long as it leads.
-    When the vault dies the agent starts another; what the dead one had not written is saved with the next save. Nor is
-    a save that fails for the disk's sake, or for want of a vault, a reason to end: the groups hold the state, and the
-    next save may find both. `tell` hears of it. Only the newest one has to succeed by the time of `wait`, whenever its
-    failure was heard of. `connect(patience_s)`: waits so long for a vault that is just starting."""
-
-    def __init__(self, connect: Callable[[float], VaultClient]) -> None:
-        self._connect = connect
-        self._client: VaultClient | None = None
-        self._newest = -1
-        self._failed: CheckpointError | None = None  # the newest save
-        self.leads: Callable[[], bool] = lambda: True
-        self.tell: Callable[[CheckpointError], None] = lambda error: None
-
-    def reserve(self, slices: list[Slice], meta: dict[str, Any]) -> None:
-        """Memory is reserved with the first save."""
-
-    def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
-        self._newest, self._failed, start = step, None, time.perf_counter()
-        try:
-            return self._with_client(_SAVE_PATIENCE_S, slices, meta, lambda client: client.save(step, slices, meta))
-        except CheckpointError as error:
-            if error.code != "vault-lost":
-                raise
-            error.step, self._failed = step, error
-            self.tell(error)
-            return time.perf_counter() - start
-
-    def hold(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
-        """Nobody waits for a vault to come: the next copy is soon due."""
-        start = time.perf_counter()
-        try:
-            return self._with_client(0.0, slices, meta, lambda client: client.hold(step, slices, meta))
-        except CheckpointError as error:
-            if error.code != "vault-lost":
-                raise
-            return time.perf_counter() - start
-
-    def poll(self) -> list[dict[str, Any]]:
-        if self._client is not None and not self.leads():
-            self._leave()  # the vault has heard of another client for this place by now
-        if self._client is None:
-            return []
-        try:
-            return self._client.poll()
-        except CheckpointError as error:
-            self._go_on_from(error)
-            if error.step in (None, self._newest):
-                self._failed = error
-            return []
-
-    def wait(self) -> list[dict[str, Any]]:
-        if self._failed is not None:
-            raise self._failed
-        while self._client is not None:
-            try:
-                return self._client.wait()
-            except CheckpointError as error:
-                if error.step in (None, self._newest) or error.code not in (*_OF_THE_DISK, "checkpoint-dropped"):
-                    raise
-                self.tell(error)  # of an earlier one
-        return []
-
-    def _with_client(
-        self, patience_s: float, slices: list[Slice], meta: dict[str, Any], work: Callable[[VaultClient], float]
-    ) -> float:
-        """Once more, with a new vault if the one that was there has died: the error is of what went before."""
-        if self._client is not None:
-            try:
-                return work(self._client)
-            except CheckpointError as error:
-                self._go_on_from(error)
-        try:
-            if self._client is None:
-                self._client = self._connect(patience_s)
-                self._client.reserve(slices, meta)
-            return work(self._client)
-        except CheckpointError as error:
-            if error.code == "vault-lost":
-                self._leave()
-            raise
-
-    def _go_on_from(self, error: CheckpointError) -> None:
-        if error.code in _OF_THE_DISK:
-            self.tell(error)
-        elif error.code == "vault-lost":
-            self._leave()
-        else:
-            raise error
-
-    def _leave(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
 
 
 class MeetingConnector(Connector):

@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -45,9 +48,10 @@ def main() -> int:
     return _guarded(job, member)
 
 
-def join(job: Job) -> int:
-    """Take part in `job` as the rank that a launcher's variables describe (torchrun, Slurm, MPI). RequestError for what
-    only our own agent does."""
+def join(job: Job, beside: Callable[[Path, Path], AbstractContextManager[object]]) -> int:
+    """Take part in `job` as the rank that a launcher's variables describe (torchrun, Slurm, MPI). `beside`: what rank 0
+    runs beside itself, given the run folder and the socket of its host's services. RequestError for what only our own
+    agent does."""
     hold_trace_signal()
     if job.keep.restarts:
         raise RequestError(
@@ -55,7 +59,11 @@ def join(job: Job) -> int:
             code="needs-agent",
             fix="bessemer train JOB without a launcher, on one host; or keep.restarts = 0",
         )
-    return _guarded(job, Member.from_environment(job))
+    member = Member.from_environment(job)
+    if member.rank != 0 or member.run_folder is None or member.agent is None:
+        return _guarded(job, member)
+    with beside(member.run_folder, member.agent):
+        return _guarded(job, member)
 
 
 def _guarded(job: Job, member: Member) -> int:
