@@ -83,10 +83,11 @@ class VaultHost:
                 self.start(hub)
         except (PeerLost, OSError) as error:
             return str(error)
-        assert self._command is None or self.child is not None
+        if self.child is None:  # without a command
+            return ""
         ended = select.poll()  # without reaping it, which is left to whoever hears of its end
-        ended.register(-1 if self.child is None else self.child.pidfd, select.POLLIN)
-        while self._command is not None and not self.socket.exists():
+        ended.register(self.child.pidfd, select.POLLIN)
+        while not self.socket.exists():
             if time.monotonic() > self._spawned + START_S or ended.poll(20):
                 return f"the vault opens no socket; its log: {short_path(self.log)}"
         return ""
