@@ -273,7 +273,9 @@ class FlightWatch:
         stacks = []
         for rank in finding.ranks[:4] if finding.kind == "hang" else ():
             log = log_of(self._meters[rank].pid)
-            frames = [] if log is None else python_stack(self._meters[rank].pid, log)
+            frames: list[str] = []
+            with contextlib.suppress(OSError):  # the file has gone, or isn't ours to read
+                frames = [] if log is None else python_stack(self._meters[rank].pid, log)
             named = log.relative_to(self.folder) if log is not None and log.is_relative_to(self.folder) else log
             stacks += [f"{named}: stack, innermost first: {' <- '.join(frames)}"] if frames else []
         return replace(finding, evidence=(*finding.evidence, *stacks))

@@ -110,7 +110,7 @@ def _products(device: Device, effort: Effort) -> tuple[Product, ...]:
     for name in effort.formats:
         try:
             burners[name] = Burner(name, device, _SIZES[device.kind])
-        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:  # torch has no such product here
             absent[name] = " ".join(str(error).split())[:120]
     burns: dict[str, list[Burn]] = {name: [] for name in burners}
     for _ in range(effort.cycles):

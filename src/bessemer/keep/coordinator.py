@@ -323,7 +323,7 @@ class Coordinator(Switchboard):
         for group in self._leavers:
             self.membership.leave(group)
         for seat in fenced:
-            why = f"group {seat[0]} came in part"
+            why = f"group {seat[0]} did not come whole to the new coordinator"
             self._send(self._ranks.pop(seat), {"kind": "fenced", "term": m.term, "why": why})
         known = takeover.known
         left = sorted({*known.active, *known.joining} - set(self.membership.groups))

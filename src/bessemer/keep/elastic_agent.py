@@ -332,13 +332,8 @@ class ElasticAgent(Agent):
     def _on_vault_end(self) -> None:
         """The groups go on; the one that leads connects to the next vault with its next save. Of several hosts one may
         have no group for a while."""
-        over = self._finished or self.reception.stopping
-        if (
-            self.vault.finishing
-            or self._failing
-            or self._killed
-            or (over and all(state.gone for state in self.ranks.values()))
-        ):
+        over = (self._finished or self.reception.stopping) and all(state.gone for state in self.ranks.values())
+        if over or self.vault.finishing or self._failing or self._killed:
             super()._on_vault_end()
             return
         self.vault.reap()

@@ -35,7 +35,7 @@ class Peer:
 
 
 class Switchboard:
-    """`_greet`, `_take`, `_on_end` and `_on_nonsense` say what the connections mean."""
+    """Abstract: `_greet`, `_take`, `_on_end` and `_on_nonsense` of a subclass say what the connections mean."""
 
     def __init__(self, server: socket.socket) -> None:
         self._server = server

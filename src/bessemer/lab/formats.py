@@ -211,7 +211,7 @@ def _usable(kind: _Kind, device: Device) -> tuple[str, list[_Way]]:
     for way in kind.ways:
         try:
             made = way.make(a_MK, b_NK)()
-        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:  # torch has no such product here
             why = f"{way.how}: {' '.join(str(error).split())[:120]}"
             continue
         if way.operator and other and relative_error(made, other[0].make(a_MK, b_NK)()) > _WRONG:

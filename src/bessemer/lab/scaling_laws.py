@@ -92,7 +92,8 @@ class Constant:
 
 
 class Law:
-    """`internal` [S, K] are logarithms, prefactors taken at the reference; `natural` the constants of the formula."""
+    """Abstract: each law gives the methods. `internal` [S, K] are logarithms, prefactors taken at the reference;
+    `natural` the constants of the formula."""
 
     name: str
     formula: str

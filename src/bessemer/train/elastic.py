@@ -51,7 +51,7 @@ def group_job(job: Job) -> Job:
 
 
 class Connector:
-    """Makes the link of an epoch for this rank's place."""
+    """Makes the link of an epoch for this rank's place. Abstract: how depends on where the ranks meet."""
 
     def link(self, epoch: Epoch, index: int) -> Link:
         """`index` of the epoch's members is this rank's group. Blocks until all have come."""

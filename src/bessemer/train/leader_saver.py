@@ -1,7 +1,9 @@
 """The vault as the group that leads uses it, in a run that goes on while groups and vaults are lost.
 
-saver = LeaderSaver(lambda patience_s: VaultClient(socket, patience_s=patience_s))
-saver.leads, saver.tell = (lambda: loop.leads), told
+    saver = LeaderSaver(lambda patience_s: VaultClient(socket, patience_s=patience_s))
+    saver.leads, saver.tell = (lambda: loop.leads), told
+
+`told` hears of each save that was not made.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from bessemer.core.errors import CheckpointError
@@ -37,10 +40,8 @@ class LeaderSaver:
     def __init__(self, connect: Callable[[float], VaultClient]) -> None:
         self._connect = connect
         self._client: VaultClient | None = None
-        self._newest = -1
-        self._failed: CheckpointError | None = None  # the newest save
-        self._again: Callable[[VaultClient], float] | None = None  # does it once more
-        self._what: tuple[list[Slice], dict[str, Any]] = [], {}
+        self._newest: tuple[int, list[Slice], dict[str, Any]] | None = None  # save, since this group leads
+        self._failed: CheckpointError | None = None  # that one
         self.leads: Callable[[], bool] = lambda: True
         self.tell: Callable[[CheckpointError], None] = lambda error: None
 
@@ -48,10 +49,9 @@ class LeaderSaver:
         """Memory is reserved with the first save."""
 
     def save(self, step: int, slices: list[Slice], meta: dict[str, Any]) -> float:
-        self._newest, self._failed, start = step, None, time.perf_counter()
-        self._what, self._again = (slices, meta), lambda client: client.save(step, slices, meta)
+        self._newest, self._failed, start = (step, slices, meta), None, time.perf_counter()
         try:
-            return self._with_client(_SAVE_PATIENCE_S, slices, meta, self._again)
+            return self._with_client(_SAVE_PATIENCE_S, slices, meta, partial(_save, self._newest))
         except CheckpointError as error:
             if error.code != "vault-lost":
                 raise
@@ -78,14 +78,14 @@ class LeaderSaver:
             found = self._client.poll()
         except CheckpointError as error:
             self._go_on_from(error)
-            if error.step in (None, self._newest):
+            if self._is_newest(error.step):
                 self._failed = error
             return []
         dropped, self._client.dropped = self._client.dropped, []
         for step in dropped:
             error = CheckpointError("a rank of this group found no vault", code="checkpoint-dropped", step=step)
             self.tell(error)
-            self._failed = error if step == self._newest else self._failed
+            self._failed = error if self._is_newest(step) else self._failed
         return found
 
     def wait(self) -> list[dict[str, Any]]:
@@ -100,12 +100,13 @@ class LeaderSaver:
                 return self._wait(limit_s)
             except CheckpointError as error:
                 until = min(until, time.monotonic() + _LAST_PATIENCE_S)
-                if error.code not in _LOST or self._again is None or time.monotonic() > until:
+                if error.code not in _LOST or self._newest is None or time.monotonic() > until:
                     raise
             self._leave()
             self._failed, limit_s = None, _WRITE_S
+            _, slices, meta = self._newest
             try:
-                self._with_client(until - time.monotonic(), *self._what, self._again)
+                self._with_client(until - time.monotonic(), slices, meta, partial(_save, self._newest))
                 until = math.inf
             except CheckpointError as error:
                 if error.code not in _LOST or time.monotonic() > until:
@@ -116,7 +117,11 @@ class LeaderSaver:
     def _let_go(self) -> None:
         """Another group leads, and saves from now on."""
         self._leave()
-        self._again, self._failed, self._what = None, None, ([], {})
+        self._newest = self._failed = None
+
+    def _is_newest(self, step: int | None) -> bool:
+        """Whether an error of that step, or of the vault as a whole, is one of the newest save."""
+        return step is None or (self._newest is not None and step == self._newest[0])
 
     def _wait(self, limit_s: float | None) -> list[dict[str, Any]]:
         if self._failed is not None:
@@ -125,7 +130,7 @@ class LeaderSaver:
             try:
                 return self._client.wait(limit_s)
             except CheckpointError as error:
-                if error.step in (None, self._newest) or error.code not in (*_OF_THE_DISK, "checkpoint-dropped"):
+                if self._is_newest(error.step) or error.code not in (*_OF_THE_DISK, "checkpoint-dropped"):
                     raise
                 self.tell(error)  # of an earlier one
         return []
@@ -161,3 +166,7 @@ class LeaderSaver:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+
+def _save(what: tuple[int, list[Slice], dict[str, Any]], client: VaultClient) -> float:
+    return client.save(*what)
